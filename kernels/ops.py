@@ -63,7 +63,6 @@ FUNCTIONS = {"dense": dense.ffn, "rowwise": rowwise.ffn, "union": union.ffn, "de
 
 COMPILED = not INTERPRETED  # a plain bool, which torch.compile can read
 _CHECKED: set[tuple] = set()  # the last cases of `_check_once`
-_LOADED: set[tuple] = set()  # calls of `is_captured` whose kernels are loaded
 
 
 def check_tensors(
@@ -219,17 +218,14 @@ def fake(x, *tensors: Tensor | None) -> Tensor:
 
 
 OPTIONAL = "b_gate", "b_up", "b_down", "x_scale", "s_gate", "s_up"
-ARGUMENTS = (
-    "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, "
-    + "".join(f"Tensor? {name}=None, " for name in OPTIONAL)
-    + "*, str activation='relu', float threshold=0.0, str? path=None"
-)
 
 
 @torch.library.custom_op(
     "twell::ffn",
     mutates_args=(),
-    schema=f"({ARGUMENTS}) -> Tensor",
+    schema="(Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, "
+    + "".join(f"Tensor? {name}=None, " for name in OPTIONAL)
+    + "*, str activation='relu', float threshold=0.0, str? path=None) -> Tensor",
 )
 def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     """y by a path of FUNCTIONS; None: by the number of tokens."""
@@ -243,44 +239,6 @@ def _(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     known_path(path)
     return fake(x, w_gate, *tensors)
-
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph captures the work on x now."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-@torch.library.custom_op("twell::is_captured", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
-def is_captured(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
-    """Whether a CUDA graph captures the call: a bool on the CPU.
-
-    Of another call with such shapes the first one loads the kernels of `path`, by which the
-    capture will compute: nothing may be compiled in a capture.
-    """
-    captured = is_capturing(x)
-    call = path, x.shape, x.dtype, x.device, w_gate is None, tensors[0].shape
-    if not captured and call not in _LOADED:
-        _LOADED.add(call)
-        operator(x, w_gate, *tensors, activation=activation, threshold=threshold, path=path)
-    return torch.tensor(captured)
-
-
-@is_captured.register_fake
-def _(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
-    return torch.empty((), dtype=torch.bool, device="cpu")
-
-
-def run_either(captured: str, plain: str, x: Tensor, *tensors: Tensor | None, act: Activation):
-    """y in code of torch.compile, by the path `captured` in a CUDA graph, and else by `plain`.
-
-    A dense layer is then plain PyTorch, which fuses with its surroundings.
-    """
-    given = {"activation": act.name, "threshold": act.threshold, "path": captured}
-    return torch.cond(
-        is_captured(x, *tensors, **given),
-        lambda: run(captured, x, *tensors, act=act),
-        lambda: run(plain, x, *tensors, act=act),
-    )
 
 
 @torch.library.triton_op("twell::decode", mutates_args=())

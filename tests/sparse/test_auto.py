@@ -1,5 +1,6 @@
 import dataclasses
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.factories.sparse import (
     watched,
 )
 from twell.sparse.calibration import Floor
+from twell.sparse.layer import captured_by_hand
 
 DENSE = ((2**20, "dense"),)
 
@@ -117,7 +119,7 @@ def waiting():
 def test_the_path_depends_on_the_situation(taken):
     ffn, x = waiting(), positive(70)
     assert ffn.plan == ffn.plans["eager"]
-    assert ffn.plan == ((8, "decode"), (32_768, "dense"), (2**20, "union"))
+    assert ffn.plan == ((8, "decode"), (65_536, "dense"), (2**20, "union"))
     assert ffn.plans["graph"] == ((8, "decode"), (2**20, "union"))
     with torch.no_grad():
         for _ in range(2):  # the first call warms up what a graph would launch
@@ -126,31 +128,34 @@ def test_the_path_depends_on_the_situation(taken):
 
 
 @triton_here
-@pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor", "with CUDA graphs"])
-def test_compiled_code_notices_a_capture(mode, monkeypatch):
-    """It holds both paths; where Inductor itself captures, the path of a capture alone."""
+def test_compiled_code_notices_that_it_will_be_captured():
+    ffn, x = waiting(), positive(70)
+    by_inductor, with_graphs = {"backend": "inductor"}, {"mode": "reduce-overhead"}
+    for options, by_hand, sparse in (
+        ({"backend": "aot_eager"}, False, False),
+        (by_inductor, False, False),
+        (with_graphs, False, True),
+        (by_inductor, True, True),
+    ):
+        torch.compiler.reset()
+        with torch.no_grad(), captured_by_hand() if by_hand else nullcontext():
+            launches = watched_launches(torch.compile(ffn, fullgraph=True, **options), x)
+        assert launches == (["union"] if sparse else []), options
+    with pytest.warns(FutureWarning, match="no effect"):
+        ffn.cuda_graphs = False
+
+
+def watched_launches(compiled, x):
+    """The sparse paths that run in a call of compiled code, after a check of the result."""
     from twell.kernels import ops
 
     launches, union = [], ops.FUNCTIONS["union"]
-    counting = lambda *a, **o: launches.append("union") or union(*a, **o)  # noqa: E731
-    monkeypatch.setitem(ops.FUNCTIONS, "union", counting)
-    monkeypatch.setattr(ops, "_LOADED", set())
-    options = {"backend": mode}
-    if mode == "with CUDA graphs":
-        options = {"mode": "reduce-overhead"}
-    torch.compiler.reset()
-    ffn, x = waiting(), positive(70)
-    compiled = torch.compile(ffn, fullgraph=True, **options)
-    captured = False
-    monkeypatch.setattr(ops, "is_capturing", lambda x: captured)
-    with torch.no_grad():
-        for captured, expected in ((False, 1), (False, 1), (True, 2), (False, 2)):  # noqa: B007
-            assert relative(compiled(x), exact(ffn, x)) < 1e-3
-            if mode != "with CUDA graphs":  # the first call loads the kernels of a capture
-                assert len(launches) == expected
-    assert mode != "with CUDA graphs" or len(launches) == 4
-    with pytest.warns(FutureWarning, match="no effect"):
-        ffn.cuda_graphs = False
+    ops.FUNCTIONS["union"] = lambda *a, **o: launches.append("union") or union(*a, **o)
+    try:
+        assert relative(compiled(x), exact(compiled._orig_mod, x)) < 1e-3
+    finally:
+        ops.FUNCTIONS["union"] = union
+    return launches
 
 
 @triton_here

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from twell.models.llama import SparseLlamaForCausalLM
 from twell.models.order import order_tokens
 from twell.sparse import float8, reference
 from twell.sparse.calibration import Calibration
-from twell.sparse.layer import SparseFFN
+from twell.sparse.layer import SparseFFN, captured_by_hand
 
 FILES = "model", "model_layers", "model_parts", "decode"
 ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
@@ -96,7 +97,8 @@ def language_model(
         given = _given(*checkpoint, ordered, plan.longest, gpu.device)
     model, draw, levels = given
     bench = Bench(size, model, profile, calibration, gpu, graphs)
-    return plan.run_all(bench, draw, levels, alike, Rows(out, FILES))
+    with captured_by_hand() if graphs else nullcontext():
+        return plan.run_all(bench, draw, levels, alike, Rows(out, FILES))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ MARGIN = 0.03
 SCALED_MARGIN = 0.10
 # How a layer is called: "eager", by code of torch.compile, or in a CUDA graph, which never waits.
 SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
+# The most of the host's time that a sparse path may take, as a share of the dense layer's on the
+# GPU: the rest of a model needs the host too, and waits where a layer needs more than dense does.
+HOST_SHARE = 0.5
 POSITIVE = "a number above 0"
 DECODE_CHUNK = 512  # decode takes more in chunks, each with launches of its own
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
@@ -255,7 +258,12 @@ class Calibration:
         """Return the fastest path by situation, dense unless a sparse one wins by the margin."""
         alone, paths = self.predict(num_tokens, active, union), {}
         for situation in SITUATIONS:
-            times = self._at_least(alone, num_tokens, situation)
+            host = self._at_least(dict.fromkeys(alone, 0.0), num_tokens, situation)
+            times = {
+                path: ms
+                for path, ms in self._at_least(alone, num_tokens, situation).items()
+                if host[path] <= max(host["dense"], HOST_SHARE * alone["dense"])
+            }
             best = min(times, key=times.get)
             wins = times[best] <= (1 - self.margin) * times["dense"]
             paths[situation] = best if wins else "dense"

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import float8, reference
-from twell.sparse.activations import ACTIVATIONS, get_activation
+from twell.sparse.activations import ACTIVATIONS, RELU, get_activation
 from twell.sparse.calibration import COMPILED, DEPENDS_ON, EAGER, GRAPH, SITUATIONS
 from twell.sparse.edit import Edit
 from twell.sparse.observe import (
@@ -102,14 +102,31 @@ def _gone(name: str, instead: str) -> property:
     return property(refuse, refuse)
 
 
+_by_hand = False  # see `captured_by_hand`
+
+
+@contextmanager
+def captured_by_hand() -> Iterator[None]:
+    """Let code that torch.compile makes inside take the paths for a CUDA graph.
+
+    For who captures compiled code with torch.cuda.graph. Where torch.compile captures it, as in
+    mode "reduce-overhead", "auto" notices that by itself.
+    """
+    global _by_hand
+    before, _by_hand = _by_hand, True
+    try:
+        yield
+    finally:
+        _by_hand = before
+
+
 @torch.compiler.assume_constant_result  # called while torch.compile traces
 def _captures_graphs() -> bool:
-    """Whether torch.compile itself will capture what it traces, as mode "reduce-overhead" does."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     backend = InstructionTranslator.current_tx().output.compiler_fn
     configured = getattr(backend, "get_compiler_config", None)  # of Inductor alone
-    return configured is not None and bool(configured()["triton.cudagraphs"])
+    return _by_hand or (configured is not None and bool(configured()["triton.cudagraphs"]))
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
@@ -150,7 +167,7 @@ class SparseFFN(nn.Module):
     `twell.tune` fixes it, else the layer observes it at fixed numbers of eager calls. `plan` is that
     of eager calls, the first of which also loads the kernels of a graph. Code of torch.compile
     keeps the plans it was made with, so tune first, or run a batch. It takes the path for a CUDA
-    graph where one captures it. `path` is that of the backend "triton": "rowwise", "union",
+    graph where torch.compile will capture it, and within `captured_by_hand`. `path` is that of the backend "triton": "rowwise", "union",
     "decode" or "dense"; None: by the number of tokens. While `readable` is False every sparse
     backend calls the projections, and `repr` says why.
 
@@ -330,8 +347,13 @@ class SparseFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and self._is_quick(x):
             # As a stock module computes it, in as little Python.
-            g = self.act.gate(self.first(x))
-            return self.down_proj(self.act.hidden(g, self.up_proj(x) if self.gated else None))
+            parts, act = self._modules, self.act
+            gate, up = parts.get("gate_proj"), parts["up_proj"]
+            if gate is None:
+                return parts["down_proj"](act.hidden(act.gate(up(x)), None))
+            if act is RELU:
+                return parts["down_proj"](torch.relu(gate(x)) * up(x))
+            return parts["down_proj"](act.hidden(act.gate(gate(x)), up(x)))
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}"
@@ -357,18 +379,20 @@ class SparseFFN(nn.Module):
 
     def _is_quick(self, x: Tensor) -> bool:
         """Whether an eager call is dense and nobody looks at or changes what it computes."""
-        if self.training or open_collector() is not None or self.edit is not None:
+        own, width = self.__dict__, x.shape[-1]  # an attribute of a module may take a microsecond
+        if own["training"] or own["silenced"] or own["edit"] is not None:
             return False
-        if self.silenced or "h_dropout" in self._modules or x.shape[-1] != self.hidden_size:
+        if width != own["hidden_size"] or "h_dropout" in own["_modules"]:
             return False
-        if self._backend == "dense":
-            return not self.quantized
-        tokens = x.numel() // self.hidden_size
-        if self._backend != "auto" or self.quantized:
+        if open_collector() is not None:
             return False
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False  # the plan of graphs may be another
-        return not self._has_kernels or self.chooser.is_quick(tokens)
+        backend = own["_backend"]
+        if backend == "dense" or not own["_has_kernels"]:
+            return backend in ("dense", "auto") and not self.quantized
+        if backend != "auto" or not own["chooser"].is_quick(x.numel() // width):
+            return False
+        # The plan of graphs may be another.
+        return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def _wants(self, watch: Collector | Outbox | None) -> Wants:
         trains = self.training and self.outbox.watch_capacity
@@ -538,16 +562,9 @@ class SparseFFN(nn.Module):
 
         if not ops.takes(rows, self.intermediate_size, _dtype(rows)):
             return self._dense(rows, wants)
-        if torch.compiler.is_compiling():
-            captured, plain = self._compiled_paths(rows)
-            tensors = self._tensors(rows)
-            with without_autocast(rows.device.type):
-                if captured == plain:
-                    return Result(ops.run(captured, *tensors, act=self.act))
-                return Result(ops.run_either(captured, plain, *tensors, act=self.act))
         chooser, num_tokens, situation = self.chooser, rows.shape[0], self._situation(rows)
         eager = situation == EAGER and num_tokens > 0
-        if chooser.device_name is None:
+        if eager and chooser.device_name is None:
             chooser.place(rows.device)
         due = eager and chooser.begin(num_tokens)
         path, activity, unloaded = chooser.path(num_tokens, situation), None, None
@@ -574,6 +591,8 @@ class SparseFFN(nn.Module):
         return result
 
     def _situation(self, rows: Tensor) -> str:
+        if torch.compiler.is_compiling():
+            return GRAPH if _captures_graphs() else COMPILED
         return GRAPH if rows.is_cuda and torch.cuda.is_current_stream_capturing() else EAGER
 
     def _compiles_densely(self, rows: Tensor) -> bool:
@@ -583,15 +602,8 @@ class SparseFFN(nn.Module):
         """
         if not torch.compiler.is_compiling() or torch.is_grad_enabled() or self._backend != "auto":
             return False
-        return self._compiled_paths(rows) == ("dense", "dense") and not self.quantized
-
-    def _compiled_paths(self, rows: Tensor) -> tuple[str, str]:
-        """Paths of this code of torch.compile: where a CUDA graph captures it, and elsewhere."""
-        captured = self.chooser.path(rows.shape[0], GRAPH)
-        plain = self.chooser.path(rows.shape[0], COMPILED)
-        if captured != plain and _captures_graphs():
-            plain = captured
-        return captured, plain
+        path = self.chooser.path(rows.shape[0], self._situation(rows))
+        return path == "dense" and not self.quantized
 
     def _gate_of(self, blocks: Tensor) -> Tensor:
         """g of tokens, which is not 0 where a neuron is active."""
