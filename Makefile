@@ -1,5 +1,4 @@
 # make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
-#                  (PROFILE=live: the small sweep alone, in all notebooks that can look at it)
 # make site        the documents, the executed notebooks and an atlas of the shipped model in build/site, which opens from disk
 # make lessons     the notebooks and what they show as pages in docs/lessons, for who changes them
 # make test        the tests (MARK=slow or MARK=browser: those instead)
@@ -10,7 +9,6 @@
 # make clean       remove what these made (not the environment in .venv, nor what you trained, measured or evaluated)
 # reproduce, site, test, fuzz and lab set up .venv by themselves, once; MARK=slow and fuzz also the older Triton in .venv/triton-older.
 
-PROFILE ?= quick
 MARK ?= not slow and not browser
 JOBS ?= $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,51 +21,51 @@ TRAIN := OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHO
 
 # The small sweep, which trains here: one run a level of the L1 coefficient, one core each, JOBS at a time.
 LEVELS := 0 1e-3 3e-3 3e-2
-TRACED := 3e-3
 LIVE := runs/live
+TRACED := $(LIVE)/l1-3e-3
 TRAINING := $(wildcard $(addprefix twell/,sparse/*.py models/*.py corpus/*.py train/*.py)) $(addprefix twell/,config.py results.py configs/quick.yaml)
 DRAWING := $(wildcard twell/analysis/*.py twell/analysis/*.yaml twell/plots/*.py twell/trace/*.py) $(addprefix twell/,results.py sparse/formats.py) data/paper.yaml
 RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
-ifeq ($(PROFILE),live)
 LIVELY := 02_sparsity 03_layerwise 04_tokens 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
-else
-LIVELY := 02_sparsity $(if $(shell command -v nvidia-smi),05_speedup)
-endif
+NOTEBOOKS := $(RECORDED:%=build/notebooks/%.ipynb)
 
 .PHONY: reproduce figures site notebooks lessons test installed fuzz lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
-	@$(MAKE) --no-print-directory -j$(JOBS) figures
+	$(call make_all,figures)
 	@echo "Figures are in figures/ and figures/live/, the executed notebooks in build/notebooks/."
 
-ifeq ($(PROFILE),live)
-figures: $(LIVELY:%=build/notebooks/live/%.ipynb)
-else
-figures: $(RECORDED:%=build/notebooks/%.ipynb) $(LIVELY:%=build/notebooks/live/%.ipynb)
-endif
+figures: $(NOTEBOOKS) $(LIVELY:%=build/notebooks/live/%.ipynb)
 
-# $(1): profile.
-define execute
-	@mkdir -p $(@D); echo "$< with $(1) parameters"
-	@OMP_NUM_THREADS=1 MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $(1) $@
+# $(1): a target. A dry run counts its notebooks, each of which says how many are done.
+TOTAL := ?
+define make_all
+	@mkdir -p build/notebooks && rm -f build/notebooks/done
+	@$(MAKE) --no-print-directory -j$(JOBS) $(1) TOTAL=$$($(MAKE) -n $(1) | grep -c scripts/execute.py)
 endef
 
-build/notebooks/%.ipynb: notebooks/%.ipynb notebooks/profiles/recorded.yaml $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/* data/eval/* data/checkpoints/*/*)
-	$(call execute,recorded)
+# $(1): parameters.
+define execute
+	@mkdir -p $(@D)
+	@OMP_NUM_THREADS=1 MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $@ "$(TOTAL)" $(1)
+endef
+
+build/notebooks/%.ipynb: notebooks/%.ipynb $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/* data/eval/* data/checkpoints/*/*)
+	$(call execute,figures=figures)
 
 # These run the model that ships.
 build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb build/notebooks/11_one_word.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
 build/notebooks/07_inspect.ipynb build/notebooks/11_one_word.ipynb: $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 build/notebooks/06_downstream.ipynb: $(wildcard twell/evaluate/*.py twell/tasks/*/*)
 
-build/notebooks/live/%.ipynb: notebooks/%.ipynb notebooks/profiles/live.yaml $(DRAWING)
-	$(call execute,live)
+build/notebooks/live/%.ipynb: notebooks/%.ipynb $(DRAWING) scripts/execute.py
+	$(call execute,live=true figures=figures/live/small live_figures=figures/live/small)
 
 build/notebooks/live/02_sparsity.ipynb build/notebooks/live/03_layerwise.ipynb: $(LEVELS:%=$(LIVE)/l1-%/done)
-build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz)
-build/notebooks/live/04_tokens.ipynb: $(TRACED:%=$(LIVE)/l1-%/trace.npz)
-build/notebooks/live/07_inspect.ipynb: $(TRACED:%=$(LIVE)/l1-%/aggregate.npz) $(wildcard twell/inspector/*.py twell/inspector/browser/*)
+build/notebooks/live/03_layerwise.ipynb build/notebooks/live/04_tokens.ipynb: $(TRACED)/aggregate.npz
+build/notebooks/live/04_tokens.ipynb: $(TRACED)/trace.npz
+build/notebooks/live/07_inspect.ipynb: $(TRACED)/aggregate.npz $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 
 $(LIVE)/l1-%/done: $(TRAINING) | build/cache/ready
 	$(TRAIN) -m twell train quick tokens=491_520 l1_coefficient=$* --out $(@D) --overwrite
@@ -87,10 +85,10 @@ build/cache/ready: $(wildcard twell/corpus/*.py) twell/configs/quick.yaml
 
 # The notebooks of recorded data alone: nothing is trained.
 site: $(VENV)/installed
-	@$(MAKE) --no-print-directory -j$(JOBS) notebooks
+	$(call make_all,notebooks)
 	@$(BIN)/python scripts/build_site.py
 
-notebooks: $(RECORDED:%=build/notebooks/%.ipynb)
+notebooks: $(NOTEBOOKS)
 
 lessons: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(RUN) scripts/lessons.py
@@ -114,7 +112,7 @@ fuzz: $(VENV)/installed $(VENV)/triton-older/installed
 	TRITON_INTERPRET=1 $(RUN) -m tests.fuzz --cases 30 --seed $(SEED) --training
 
 lab: $(VENV)/installed
-	$(RUN) -m jupyter lab notebooks
+	$(RUN) -m jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 screenshot: $(VENV)/installed
 	$(RUN) -m tests.browser data/checkpoints/twell-6m
@@ -124,6 +122,7 @@ clean:
 
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; set PYTHON=..."; exit 1; }
+	@echo "Installing PyTorch and the other pinned packages into $(VENV): one to five minutes, once."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.lock
 	$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .

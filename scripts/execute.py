@@ -1,4 +1,6 @@
-"""Execute a notebook with parameters of a profile: scripts/execute.py NOTEBOOK PROFILE OUT
+"""Execute a notebook and say how many are done.
+
+    scripts/execute.py NOTEBOOK OUT TOTAL [NAME=VALUE ...]
 
 A notebook gets the parameters that it declares. The kernel talks through sockets in a file system:
 of kernels that start at the same moment, two can choose the same port.
@@ -6,22 +8,27 @@ of kernels that start at the same moment, two can choose the same port.
 
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import papermill
-from lessons import parameters, profile
+import yaml
+from lessons import parameters
 from traitlets.config import Config
 
+DONE = Path("build/notebooks/done")  # has a character for each notebook that is done
 
-def main(notebook: str, profile_name: str, out: str) -> None:
-    unfinished, declared = Path(f"{out}.part.ipynb"), parameters(Path(notebook))
-    given = {name: value for name, value in profile(profile_name).items() if name in declared}
+
+def main(notebook: str, out: str, total: str, *given: str) -> None:
+    start, unfinished = time.monotonic(), Path(f"{out}.part.ipynb")
+    pairs = (one.split("=") for one in given)
+    declared = parameters(Path(notebook))
     with tempfile.TemporaryDirectory(prefix="twell-") as folder:
         kernel = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
         papermill.execute_notebook(
             notebook,
             unfinished,
-            given,
+            {name: yaml.safe_load(value) for name, value in pairs if name in declared},
             cwd=".",
             progress_bar=False,
             config=Config(KernelManager=kernel),
@@ -29,6 +36,10 @@ def main(notebook: str, profile_name: str, out: str) -> None:
             extra_arguments=["--IPKernelApp.log_level=50"],
         )
     unfinished.replace(out)
+    with open(DONE, "a") as done:
+        done.write(".")
+        number = done.tell()
+    print(f"{number} of {total}: {out}, done in {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

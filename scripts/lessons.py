@@ -2,9 +2,9 @@
 
     python scripts/lessons.py [NAME ...]
 
-Each notebook runs in this process with the parameters of notebooks/profiles/recorded.yaml. A page
-has its text and code; printed text, tables, and links to the figures follow the cells. Pictures
-that are not among the tracked figures, since a model computes them here, are kept beside the pages.
+Each notebook runs in this process with its own parameters. A page has its text and code; printed
+text, tables, and links to the figures follow the cells. Pictures that are not among the tracked
+figures, since a model computes them here, are kept beside the pages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
-import yaml
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.figure import Figure
 
@@ -49,11 +48,6 @@ class Cell:
     value: Any = None
     shown: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     printed: str = ""
-
-
-def profile(name: str) -> dict[str, Any]:
-    """Return the parameters of notebooks/profiles/NAME.yaml."""
-    return yaml.safe_load((NOTEBOOKS / "profiles" / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def cells(path: Path) -> list[Cell]:
@@ -151,7 +145,7 @@ def main(*names: str) -> None:
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         if names and path.stem not in names:
             continue
-        done, _ = run(path, profile("recorded") | {"figures": None})
+        done, _ = run(path, {})
         for cell in done:
             name = cell.value.get_label() if isinstance(cell.value, Figure) else ""
             if name and not (ROOT / "figures" / f"{name}.png").is_file():

@@ -7,7 +7,6 @@ import logging
 import re
 import shutil
 import warnings
-from pathlib import Path
 
 import nbformat
 import pandas as pd
@@ -32,7 +31,6 @@ from twell.train import train
 ROOT = results.root()
 LESSONS = script("lessons")
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-PROFILES = {name: LESSONS.profile(name) for name in ("recorded", "live")}
 FIGURES = {
     "01_format": "fig01_formats fig01_bytes",
     "02_sparsity": "fig02_training_curves fig03_frontier frontier over_tokens"
@@ -55,6 +53,7 @@ MODEL = ("01_format", "04_tokens", "06_downstream", "07_inspect", "11_one_word")
 NO_CLAIMS = ("10_clusters", "11_one_word")
 # In place of the model that ships, where a lesson evaluates or traces it.
 TINY = ("06_downstream", "07_inspect", "11_one_word")
+LIVELY = "02_sparsity", "03_layerwise", "04_tokens", "07_inspect"
 WIDGETS = {"07_inspect": "inspector", "11_one_word": "one_word"}  # they compute here and now
 SMALL = {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3, "sparse_items": 3}
 SMALL |= {"word": None}
@@ -119,24 +118,14 @@ def in_silence(capsys):
     assert messages == [] and capsys.readouterr().err == ""
 
 
-def origin_of(path):
-    """What a figure was drawn from; not by which commit, or which versions of libraries."""
-    origin = json.loads(path.read_text())
-    return {key: origin[key] for key in ("source", "device", "inputs", "parameters")}
-
-
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_lessons_draw_the_tracked_figures(name, figures, model, capsys):
-    """From the same inputs, with the same parameters, and what they say is so."""
-    given = PROFILES["recorded"] | figures
-    given |= SMALL | {"model": str(model)} if name in TINY else {}
+    """By name, and what they say is so."""
+    given = SMALL | {"model": str(model)} if name in TINY else {}
     with in_silence(capsys):
-        cells, names = execute(name, **given)
+        cells, names = execute(name, **figures | given)
     expected = FIGURES[name].split()
     assert figures_of(cells) == expected and drawn_in(figures["folder"]) == set(expected)
-    for figure in expected if name not in WIDGETS else ():
-        path = figures["folder"] / f"{figure}.json"
-        assert origin_of(path) == origin_of(ROOT / "figures" / path.name)
     claims = claims_of(cells)
     table = [cell for cell in cells if cell.kind == "code"][-1]
     assert not re.search(r"\bnan\b|None", table.shown["text/html"])
@@ -170,7 +159,7 @@ def assert_the_page_is_current(name, cells):
 @SLOW
 @pytest.mark.parametrize("name", TINY)
 def test_lessons_that_compute_say_what_the_model_does(name, figures):
-    cells, names = execute(name, **PROFILES["recorded"] | figures)
+    cells, names = execute(name, **figures)
     assert wrong_numbers(cells, names, NUMBERS[name]) == []
 
 
@@ -179,14 +168,19 @@ def test_lessons_that_compute_say_what_the_model_does(name, figures):
 def test_what_a_lesson_proposes_to_try_runs(name, given):
     text = nbformat.read(NOTEBOOKS[name], 4).cells[-1].source.replace("\n  ", " ")
     assert all(json.dumps(value) in text for key, value in given.items())
-    cells, _ = execute(name, **PROFILES["recorded"] | {"figures": None} | given)
+    cells, _ = execute(name, **given)
     assert figures_of(cells)
 
 
 @pytest.fixture(scope="module")
 def sweep(tiny_config, tmp_path_factory):
-    """A sweep, as `make reproduce` trains it, and an unfinished run, which is left out."""
-    folder = tmp_path_factory.mktemp("live")
+    """A clone without recorded data, in runs/live a sweep as `make reproduce` trains it, and an
+    unfinished run, which is left out.
+    """
+    root = tmp_path_factory.mktemp("clone")
+    (root / "data").mkdir()
+    shutil.copy(ROOT / "data" / "paper.yaml", root / "data")
+    folder = root / "runs" / "live"
     tiny_config = dataclasses.replace(tiny_config, tokens=48 * 512)
     for name, l1 in {"l1-0": 0.0, "l1-3e-3": 1e-3, "l1-3e-2": 1e-1}.items():
         train(dataclasses.replace(tiny_config, l1_coefficient=l1), folder / name, quiet=True)
@@ -195,28 +189,30 @@ def sweep(tiny_config, tmp_path_factory):
     config = dataclasses.asdict(dataclasses.replace(tiny_config, num_layers=3))
     results.write_run(folder / "l1-unfinished", config, results.provenance() | {"complete": False})
     (folder / "l1-unfinished" / "log.csv").write_text(",".join(results.LOG_COLUMNS) + "\n")
-    return folder
+    return root
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["02_sparsity", "03_layerwise", "04_tokens", "07_inspect"])
-def test_lessons_look_at_a_sweep_that_was_trained_here(name, sweep, figures, capsys):
-    live = PROFILES["live"].items()
-    here = {
-        key: value.replace("runs/live", str(sweep)) if isinstance(value, str) else value
-        for key, value in live
-    }
+@pytest.mark.parametrize("name", LIVELY)
+def test_lessons_look_at_a_sweep_that_was_trained_here(name, sweep, figures, capsys, monkeypatch):
+    monkeypatch.chdir(sweep)
     # The text of lesson 4 is longer than the context of so small a model, which is said.
     with contextlib.nullcontext() if name == "04_tokens" else in_silence(capsys):
-        cells, names = execute(name, **here | figures | SMALL | {"min_count": 2})
+        cells, names = execute(name, live=True, **figures | SMALL | {"min_count": 2})
     of_more = "fig08_remedies", "over_tokens"  # than the sweep
     expected = [figure for figure in FIGURES[name].split() if figure not in of_more]
     assert figures_of(cells) == expected
-    for figure in expected:
-        inputs = origin_of(figures["folder"] / f"{figure}.json")["inputs"]
-        assert inputs and all((ROOT / file).resolve().is_relative_to(sweep) for file in inputs)
     if name == "02_sparsity":
         assert len(names["recipe"]) == 3 and len(names["every_run"]) == 4
+
+
+@pytest.mark.parametrize("name", LIVELY)
+def test_a_lesson_without_models_trained_here_names_the_command(name, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "paper.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="runs/live: `make reproduce` trains them"):
+        execute(name, live=True)
 
 
 NOTHING = {"evaluations": None}
@@ -238,7 +234,7 @@ def test_what_is_missing_is_said(name, given, drawn, figures, model, tmp_path):
     (tmp_path / "empty").mkdir()
     given = {key: value or str(tmp_path / "empty") for key, value in given.items()}
     here = SMALL | {"model": str(model)} if name in TINY else {}
-    cells, _ = execute(name, **PROFILES["recorded"] | figures | here | given)
+    cells, _ = execute(name, **figures | here | given)
     assert figures_of(cells) == drawn.split() and drawn_in(figures["folder"]) == set(drawn.split())
     said = [cell.value for cell in cells if isinstance(cell.value, str)]
     missing = [figure for figure in FIGURES[name].split() if figure not in drawn.split()]
@@ -256,7 +252,25 @@ def test_what_is_missing_is_said(name, given, drawn, figures, model, tmp_path):
 )
 def test_a_lesson_without_its_numbers_says_so(name, given, message, tmp_path):
     with pytest.raises(FileNotFoundError, match=message):
-        execute(name, **PROFILES["recorded"] | {"figures": None, given: str(tmp_path)})
+        execute(name, **{given: str(tmp_path)})
+
+
+def test_a_notebook_that_was_executed_says_how_many_are_done(tmp_path, monkeypatch, capsys):
+    given = []
+
+    def execute_notebook(notebook, out, values, **_):
+        given.append(values)
+        out.touch()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("papermill.execute_notebook", execute_notebook)
+    (tmp_path / "build" / "notebooks").mkdir(parents=True)
+    for name in ("02_sparsity", "11_one_word"):
+        words = str(NOTEBOOKS[name]), f"{name}.ipynb", "3", "live=true", "figures=a"
+        script("execute").main(*words)
+    assert given == [{"live": True, "figures": "a"}, {}]
+    lines = r"1 of 3: 02_sparsity.ipynb, done in \d s\n2 of 3: 11_one_word.ipynb, done in \d s\n"
+    assert re.fullmatch(lines, capsys.readouterr().out)
 
 
 def test_speed_of_what_was_measured(tmp_path, figures):
@@ -280,7 +294,7 @@ def test_speed_of_the_small_grid_of_a_gpu(tmp_path, figures, monkeypatch):
         rows[few & levels & rows["tokens"].isin(tokens)].to_csv(tmp_path / f"{name}.csv")
     shutil.copy(ROOT / "data" / "bench" / "ceilings.csv", tmp_path)
     monkeypatch.setattr(measure, "small_grid", lambda folder: tmp_path)
-    cells, _ = execute("05_speedup", **PROFILES["live"] | figures)
+    cells, _ = execute("05_speedup", live=True, **figures)
     assert figures_of(cells) == FIGURES["05_speedup"].split()[:-1]
 
 
@@ -305,11 +319,9 @@ def test_students_that_answered_and_saw_several_numbers_of_tokens(tmp_path, figu
     given = {"runs": str(tmp_path / "runs"), "relufied": "*", "evaluations": str(tmp_path / "eval")}
     cells, names = execute("12_pretrained", **given, **figures)
     assert figures_of(cells) == FIGURES["12_pretrained"].split()
-    for name in ("relufied_tasks", "relufied_tokens"):
-        inputs = origin_of(figures["folder"] / f"{name}.json")["inputs"]
-        answers = {Path(file).name for file in inputs if "eval" in file}
-        expected = "alone", "longer", "small-original-abcdef12", "tenth"
-        assert answers == {f"{run}.csv.xz" for run in expected}
+    for pairs in (names["pairs"], names["answers"]):
+        runs = {*pairs["run"], *pairs["beside"]}
+        assert runs == {"alone", "longer", "small-original-abcdef12", "tenth"}
     (shown,) = [cell for cell in cells if "relufied_answers" in cell.source]
     assert shown.value.data["name"].tolist() == ["ReLU alone", "10%", "10%, 0.002 M tokens"]
 
@@ -337,24 +349,14 @@ def test_lessons_are_lessons(name):
 def test_a_lesson_reads_what_is_recorded_unless_told(name):
     names = {}
     exec(nbformat.read(NOTEBOOKS[name], 4).cells[1].source, names)
-    declared = LESSONS.parameters(NOTEBOOKS[name])
-    recorded = {key: value for key, value in PROFILES["recorded"].items() if key in declared}
-    recorded.pop("figures", None)
-    assert {key: names[key] for key in recorded} == recorded
-    assert names.get("source", "recorded") == "recorded" and not names.get("live", False)
+    assert names.get("live", False) is False
     assert names.get("figures") is None  # Run All changes no tracked file
 
 
 def test_every_tracked_figure_is_drawn_by_a_lesson():
     live = {figure for name in WIDGETS for figure in FIGURES[name].split()}
     names = {name for names in FIGURES.values() for name in names.split()} - live
-    assert {path.stem for path in (ROOT / "figures").glob("*.json")} == names
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_profiles_name_parameters_of_the_lessons(name):
-    known = set().union(*map(LESSONS.parameters, NOTEBOOKS.values()))
-    assert set(PROFILES[name]) <= known
+    assert drawn_in(ROOT / "figures") == names | {"inspector"}
 
 
 def test_a_page_shows_cells_that_look_like_tags():

@@ -92,23 +92,23 @@ def test_the_command_says_how_processes_were_started(monkeypatch, environment, s
 def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_COMMIT", raising=False)
     monkeypatch.setattr(results, "__file__", str(tmp_path / "twell" / "results.py"))
-    assert results.commit() == results.source_commit([tmp_path]) == "unknown"
+    assert results.commit() == "unknown"
     commits, one, other = [], tmp_path / "twell" / "results.py", tmp_path / "other.py"
     one.parent.mkdir()
     for path in (other, one):
         # Of a package in a folder of another project.
-        assert results.commit() == results.source_commit([one]) == "unknown"
+        assert results.commit() == "unknown"
         path.write_text("")
         user = "-c user.name=a -c user.email=a"
         for command in ("init", "add .", f"{user} commit -m x", "rev-parse HEAD"):
             done = subprocess.run(["git", *command.split()], cwd=tmp_path, stdout=subprocess.PIPE)
         commits.append(done.stdout.decode().strip())
-    assert (results.commit(), results.source_commit([other])) == (commits[1], commits[0])
+    other.write_text("changed")
+    assert results.commit() == commits[1]
     one.write_text("changed")
-    assert results.commit() == results.source_commit([one]) == f"{commits[1]}-dirty"
-    assert results.source_commit([other]) == commits[0]
+    assert results.commit() == f"{commits[1]}-dirty"
     monkeypatch.setenv("TWELL_COMMIT", "given")
-    assert results.commit() == results.source_commit([tmp_path / "new.py"]) == "given"
+    assert results.commit() == "given"
 
 
 def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):

@@ -31,7 +31,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 
 import filelock
@@ -51,6 +50,7 @@ FSDP_DEFAULTS = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 LOCK = "train.lock"
+LIVE = "runs/live"  # where `make reproduce` trains
 # Only files of these names are replaced or deleted in a run's folder.
 RUN_FILES = "config.yaml provenance.json log.csv log.csv.xz aggregate.npz".split()
 MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of-*.safetensors
@@ -80,6 +80,16 @@ def is_recorded(path: str | Path) -> bool:
     """Return whether a path lies in the data folder of a clone of the repository."""
     folders = (Path(path).resolve() / "file").parents
     return any(part.name == "data" and (part / "paper.yaml").is_file() for part in folders)
+
+
+def live_runs() -> str:
+    """Return the folder of the runs that `make reproduce` trains, below the root.
+
+    Raises FileNotFoundError where there are none.
+    """
+    if not any(root().glob(f"{LIVE}/*/config.yaml")):
+        raise FileNotFoundError(f"no runs in {root() / LIVE}: `make reproduce` trains them")
+    return LIVE
 
 
 def paper() -> pd.DataFrame:
@@ -138,19 +148,9 @@ def commit() -> str:
         return given
     # An installed package may lie in the checkout of another project, which does not track it.
     tracked = _git("ls-files", Path(__file__).name)
-    return _with_dirty(_git("rev-parse", "HEAD") if tracked else "", ":/twell", ":/kernels")
-
-
-def source_commit(paths: Iterable[str | Path]) -> str:
-    """Return the last commit that changed any of `paths`, with "-dirty" when they have changes."""
-    paths = [str(Path(path).resolve()) for path in paths]
-    return _with_dirty(_git("log", "-1", "--format=%H", "--", *paths), *paths)
-
-
-def _with_dirty(head: str, *paths: str) -> str:
-    if not head:
-        return os.environ.get("TWELL_COMMIT", "unknown")
-    return head + ("-dirty" if _git("status", "--porcelain", "--", *paths) else "")
+    head = _git("rev-parse", "HEAD") if tracked else ""
+    changed = _git("status", "--porcelain", "--", ":/twell", ":/kernels")
+    return f"{head}-dirty" if head and changed else head or "unknown"
 
 
 def provenance(command: str | None = None) -> dict:

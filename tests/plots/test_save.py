@@ -1,8 +1,6 @@
 """Saving is exact, complete and repeatable."""
 
-import hashlib
 import io
-import json
 import subprocess
 import sys
 
@@ -20,7 +18,7 @@ import sys
 import pandas as pd
 from twell import plots
 table = pd.DataFrame({"token": ["a", "b$", "\u00e9"], "count": 20, "mean_active": [1.0, 2.0, 3.0]})
-plots.save(plots.fig07a_tokens(table), sys.argv[1], [], {}, "live")
+plots.save(plots.fig07a_tokens(table), sys.argv[1])
 """
 
 
@@ -30,36 +28,16 @@ def test_another_process_writes_the_same_bytes(tmp_path, monkeypatch):
     subprocess.run(command, env=environment, cwd=results.root(), check=True)
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "2" / "fig")])
     exec(SAVE, {})
-    for suffix in ("png", "pdf", "json"):
+    for suffix in ("png", "pdf"):
         first, second = (tmp_path / seed / f"fig.{suffix}" for seed in "12")
         assert first.read_bytes() == second.read_bytes(), suffix
     pdf = (tmp_path / "1" / "fig.pdf").read_bytes()
     assert b"CreationDate" not in pdf and b"/CIDFontType2" in pdf and b"/Type3" not in pdf
 
 
-def test_a_figure_says_where_its_numbers_came_from(tmp_path):
-    data = tmp_path / "log.csv"
-    data.write_text("numbers")
-    figure, to = plots.fig06_layers(*layers([1.0, 2.0])), tmp_path / "new" / "fig.v2"
-    path = plots.save(figure, to, [data], {"n": [1, 2]}, "recorded", "a GPU")
-    names = ["fig.v2.json", "fig.v2.pdf", "fig.v2.png"]
-    assert path.name == names[2] and sorted(file.name for file in to.parent.iterdir()) == names
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.with_suffix(".pdf").read_bytes().startswith(b"%PDF")
-    origin = json.loads(path.with_suffix(".json").read_text())
-    ((name, digest),) = origin.pop("inputs").items()
-    assert (results.root() / name).resolve() == data
-    assert digest == hashlib.sha256(b"numbers").hexdigest()
-    assert origin == {
-        **{"source": "recorded", "device": "a GPU", "parameters": {"n": [1, 2]}},
-        "commit": results.source_commit(plots.MODULES),
-        "versions": {name: results.versions()[name] for name in plots.DRAWN_WITH},
-    }
-
-
 def test_few_colours_look_like_all(tmp_path):
     figure = plots.fig06_layers(*layers([1.0, 2.0, 30.0]))
-    path = plots.save(figure, tmp_path / "fig", [], {}, "live")
+    path = plots.save(figure, tmp_path / "fig")
     whole = io.BytesIO()
     figure.savefig(whole, format="png", dpi=200)
     with Image.open(path) as few, Image.open(whole) as every:
@@ -74,7 +52,7 @@ def test_few_colours_look_like_all(tmp_path):
         figure, whole = Figure(figsize=(1, 1)), io.BytesIO()
         figure.figimage(shades)
         figure.savefig(whole, format="png", dpi=200)
-        path = plots.save(figure, tmp_path / mode, [], {}, "live")
+        path = plots.save(figure, tmp_path / mode)
         with Image.open(path) as few, Image.open(whole) as every:
             assert few.mode == mode and every.convert("RGB").getcolors(8192) is None
             pair = [np.asarray(one.convert("RGB"), int) for one in (few, every)]
@@ -82,7 +60,8 @@ def test_few_colours_look_like_all(tmp_path):
 
 
 def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path):
-    path = plots.save(plots.fig06_layers(*layers([1.0, 2.0])), tmp_path / "fig", [], {}, "live")
+    path = plots.save(plots.fig06_layers(*layers([1.0, 2.0])), tmp_path / "new" / "fig.v2")
+    assert sorted(file.name for file in path.parent.iterdir()) == ["fig.v2.pdf", "fig.v2.png"]
     before = path.read_bytes()
 
     class Broken(Figure):
@@ -91,16 +70,10 @@ def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path):
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        plots.save(Broken(), tmp_path / "fig", [], {}, "live")
+        plots.save(Broken(), path.with_suffix(""))
     assert path.read_bytes() == before
-    plots.save(plots.fig06_layers(*layers([7.0])), tmp_path / "fig", [], {}, "live")
-    assert path.read_bytes() != before and len(list(tmp_path.iterdir())) == 3
-
-
-def test_an_unknown_source_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="source is 'measured'; use 'live', 'recorded' or 'paper'"):
-        plots.save(Figure(), tmp_path / "fig", [], {}, "measured")
-    assert not list(tmp_path.iterdir())
+    assert plots.save(plots.fig06_layers(*layers([7.0])), path.with_suffix("")) == path
+    assert path.read_bytes() != before and len(list(path.parent.iterdir())) == 2
 
 
 def test_keep_saves_and_names_figures_or_neither(tmp_path, monkeypatch):
@@ -108,9 +81,7 @@ def test_keep_saves_and_names_figures_or_neither(tmp_path, monkeypatch):
     figure = Figure(figsize=(1, 1))
     assert plots.Keep(None)(figure, "a") is figure and figure.get_label() == "a"
     assert not list(tmp_path.iterdir())
-    assert plots.Keep("live", "live")(figure, "b", device="CPU", level=3) is figure
-    origin = json.loads((tmp_path / "live" / "b.json").read_text())
-    assert origin["source"] == "live" and origin["device"] == "CPU"
-    assert origin["parameters"] == {"level": 3} and (tmp_path / "live" / "b.png").is_file()
+    assert plots.Keep("live")(figure, "b") is figure and figure.get_label() == "b"
+    assert (tmp_path / "live" / "b.png").is_file()
     said = plots.Keep("live")(None, "c")
     assert said == "c is not drawn: nothing is recorded for it here."

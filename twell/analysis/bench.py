@@ -37,10 +37,6 @@ class Bench:
         by_rows = pd.concat(devices).mode() if devices else ()
         return by_rows[0] if len(by_rows) else ""
 
-    def paths(self, *files: str) -> list[Path]:
-        """Return the files that exist."""
-        return [self.folder / file for file in files if (self.folder / file).is_file()]
-
     def rows(
         self,
         file: str,

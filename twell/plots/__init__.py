@@ -26,8 +26,8 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".activity": "FIXED_WIDTH LINE PALETTES fig06_layers fig07a_tokens fig07b_positions "
         "visible fig_around_word fig_inspector fig_passage fig_silenced fig_specific fig_surprise",
-        ".base": "ACTIVE_FLOOR AUTO BLUE COLUMN DECODE DENSE DOWN DRAWN_WITH GATE GREEN HYBRID "
-        "MODULES ORANGE OURS PAGE PAPER PURPLE RED ROWWISE SPARSE UP png save style",
+        ".base": "ACTIVE_FLOOR AUTO BLUE COLUMN DECODE DENSE DOWN GATE GREEN HYBRID "
+        "ORANGE OURS PAGE PAPER PURPLE RED ROWWISE SPARSE UP png save style",
         ".clusters": "cluster_costs",
         ".formats": "fig01_bytes fig01_formats",
         ".glance": "overview",

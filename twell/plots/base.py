@@ -1,14 +1,11 @@
 """What all figures share: a style, colours, notes, legends and axes, and `save`.
 
-Every figure is built without pyplot. The same inputs give the same bytes, and a JSON beside them
-names the inputs.
+Every figure is built without pyplot. The same inputs give the same bytes.
 """
 
 from __future__ import annotations
 
 import io
-import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -44,9 +41,6 @@ GATE, UP, DOWN = _BROWN, _CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward
 _HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
-DRAWN_WITH = "matplotlib", "numpy", "pandas"  # tracked figures must not change with the torch build
-# What a figure depends on beside its inputs: its JSON has the last commit that changed these.
-MODULES = [Path(__file__).parents[1] / name for name in ("analysis", "sparse/formats.py", "plots")]
 # 8 pt, thin lines, fonts embedded as text.
 _STYLE = {
     **{"font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8.5},
@@ -276,37 +270,15 @@ def png(figure: Figure, dpi: int = _DPI) -> bytes:
     return buffer.getvalue()
 
 
-def save(
-    figure: Figure,
-    path: str | Path,
-    inputs: Sequence[Path],
-    parameters: dict,
-    source: str,
-    device: str | None = None,
-) -> Path:
-    """Write a figure as PNG (200 dpi), PDF and a JSON of its origin; return the path of the PNG.
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as PNG (200 dpi) and PDF; return the path of the PNG.
 
-    path: without suffix. inputs: the files that the numbers came from. source: "live" (measured by
-    this run), "recorded" (kept in data/) or "paper"; device: where they were measured. The same
-    inputs give the same bytes. Each file appears whole or not at all. Raises ValueError for another
-    source.
+    path: without suffix. The same figure gives the same bytes. Each file appears whole or not at
+    all.
     """
-    if source not in ("live", "recorded", "paper"):
-        raise ValueError(f"source is {source!r}; use 'live', 'recorded' or 'paper'")
-    path, root = Path(path), results.root()
-    results.write_atomically(path.with_name(f"{path.name}.png"), png(figure))
-    buffer = io.BytesIO()
+    path, buffer = Path(path), io.BytesIO()
+    picture = path.with_name(f"{path.name}.png")
+    results.write_atomically(picture, png(figure))
     figure.savefig(buffer, format="pdf", dpi=_DPI, metadata={"CreationDate": None})
     results.write_atomically(path.with_name(f"{path.name}.pdf"), buffer.getvalue())
-    versions = results.versions()
-    origin = {
-        "source": source,
-        "device": device,
-        "inputs": {os.path.relpath(file, root): results.file_hash(file) for file in inputs},
-        "parameters": parameters,
-        "commit": results.source_commit(MODULES),
-        "versions": {name: versions[name] for name in versions if name in DRAWN_WITH},
-    }
-    written = json.dumps(origin, indent=2) + "\n"
-    results.write_atomically(path.with_name(f"{path.name}.json"), written)
-    return path.with_name(f"{path.name}.png")
+    return picture
