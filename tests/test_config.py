@@ -21,9 +21,10 @@ def test_configurations_load(tmp_path):
     assert TrainConfig.load("quick", ["micro_batch=null"]).micro_batch is None
     config = TrainConfig.load("quick", ["micro_batch=1", "max_grad_norm=.inf"])
     assert config.max_grad_norm == math.inf  # no clipping
-    message = "no configuration nothere: it is no file and none of .*quick"
-    with pytest.raises(FileNotFoundError, match=message):
-        TrainConfig.load("nothere")
+    for name, hint in (("nothere", ""), ("quik", r" \(did you mean quick\?\)")):
+        message = f"no configuration {name}{hint}: it is no file and none of .*quick"
+        with pytest.raises(FileNotFoundError, match=message):
+            TrainConfig.load(name)
 
 
 def test_every_configuration_that_is_kept_still_loads():
@@ -53,6 +54,7 @@ def test_the_paper_configuration_is_table_2():
 
 MISTAKES = r"""
 l1_coeficient=1 | unknown field 'l1_coeficient' .* did you mean 'l1_coefficient'
+l1=3e-3 | unknown field 'l1' in the configuration; did you mean 'l1_coefficient'\?$
 1=2 | unknown field '1' in the configuration; there are vocab_size
 l1_coefficient=-1 | l1_coefficient is -1.0; it has to be a finite number, 0 or more
 l1_coefficient=.inf | l1_coefficient is inf; it has to be a finite number, 0 or more

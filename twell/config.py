@@ -200,8 +200,8 @@ class TrainConfig:
         fields |= _parse_overrides(overrides)
         for key in fields:
             if key not in _TYPES:
-                close = difflib.get_close_matches(str(key), _TYPES, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(_TYPES)}"
+                near = _nearest(str(key), _TYPES)
+                hint = f"did you mean {near!r}?" if near else f"there are {', '.join(_TYPES)}"
                 raise ValueError(f"unknown field {key!r} in the configuration; {hint}")
         return cls(**fields)
 
@@ -358,6 +358,12 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is meant: one that is spelled alike, or else begins alike."""
+    alike = difflib.get_close_matches(name, known, 1)
+    return next(iter(alike or [one for one in known if name and one.startswith(name)]), None)
+
+
 def _parse_overrides(overrides: Iterable[str]) -> dict:
     """Return the fields of key=value texts, the values read as YAML."""
     fields, given = {}, {}
@@ -395,8 +401,11 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
     paths = Path(name), CONFIGS / f"{name}.yaml"
     path = next(filter(Path.is_file, paths), None)
     if path is None:
-        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
-        raise FileNotFoundError(f"no configuration {name}: it is no file and none of {known}")
+        known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+        near = _nearest(str(name), known)
+        hint = f" (did you mean {near}?)" if near else ""
+        known = ", ".join(known)
+        raise FileNotFoundError(f"no configuration {name}{hint}: it is no file and none of {known}")
     if path.resolve() in map(Path.resolve, above):
         chain = " -> ".join(map(str, (*above, path)))
         raise ValueError(f"{path} is its own base: {chain}; change or remove the line base:")

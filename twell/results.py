@@ -373,15 +373,17 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
 def load_runs(
     folder: str | Path, pattern: str = "*", required: bool = True
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Read every run in `folder` whose name fits `pattern`, or one of several with spaces between.
+    """Read every run below `folder` whose name fits `pattern`, or one of several between spaces.
 
-    Returns (runs, log): one row a run with its configuration and provenance, and all logs as one
-    tidy table with the column `run` in front. Where there is no run, raises FileNotFoundError, or
-    returns two tables without rows if none is `required`.
+    Names are paths from `folder`, of which a pattern fits the end. Returns (runs, log): one row a
+    run with its configuration and provenance, and all logs as one tidy table with the column `run`
+    in front. Where there is no run, raises FileNotFoundError, or returns two tables without rows if
+    none is `required`.
     """
     try:
         patterns = [f"{one}/config.yaml" for one in pattern.split()]
-        folders = sorted({path.parent for one in patterns for path in Path(folder).glob(one)})
+        paths = {path for one in patterns for path in Path(folder).rglob(one)}
+        folders = sorted(one.parent for one in paths if one.with_name("provenance.json").is_file())
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}"
@@ -394,6 +396,8 @@ def load_runs(
         nothing = pd.DataFrame(columns=["run", "path", "complete", "device"])
         return nothing.astype({"complete": bool}), pd.DataFrame(columns=["run", *LOG_COLUMNS])
     runs = [load_run(path) for path in folders]
+    for path, (row, _) in zip(folders, runs, strict=True):
+        row["run"] = path.relative_to(folder).as_posix()
     logs = [log.assign(run=row["run"])[["run", *LOG_COLUMNS]] for row, log in runs]
     return pd.DataFrame([row for row, _ in runs]), pd.concat(logs, ignore_index=True)
 

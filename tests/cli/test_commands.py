@@ -171,8 +171,10 @@ def test_evaluate_passes_lm_evals_words_on(monkeypatch, tmp_path):
 
 def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     folder = tmp_path / "runs"
-    for name in ("one", "other", "stopped"):
+    for name in ("live/one", "one", "other", "stopped"):
         shutil.copytree(tiny_run, folder / name)
+    (folder / "one" / "logger").mkdir()
+    (folder / "one" / "logger" / "config.yaml").touch()  # no run
     origin = json.loads((folder / "other" / "provenance.json").read_text())
     (folder / "other" / "provenance.json").write_text(json.dumps(origin | {"complete": False}))
     shutil.rmtree(folder / "other" / "model")
@@ -182,7 +184,8 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     assert main(["runs", str(folder)]) == 0
     heading, rule, *lines = capsys.readouterr().out.splitlines()
     assert {line.count("|") for line in (heading, rule, *lines)} == {12}
-    one, other, stopped = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
+    live, one, other, stopped = ([word.strip() for word in line.split("|")[1:-1]] for line in lines)
+    assert live == ["`live/one`", *one[1:]]
     valid = log[(log["split"] == "valid") & (log["step"] == log["step"].max())]
     last = valid.groupby("metric")["value"].mean()
     assert one[0] == "`one`" and one[4] == str(config["seed"])
@@ -190,8 +193,9 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     assert one[6].startswith(f"{last['active_mean']:.3g} (") and one[-2] == config["device"]
     assert other[0] == "`other` (not complete)"
     assert [one[-1], other[-1], stopped[-1]] == ["model", "–", "checkpoint"]
-    assert main(["runs", str(folder), "--pattern", "o[t]*"]) == 0
-    assert capsys.readouterr().out.splitlines() == [heading, rule, lines[1]]
+    for pattern, expected in {"o[t]*": [lines[2]], "one": lines[:2], "live/*": lines[:1]}.items():
+        assert main(["runs", str(folder), "--pattern", pattern]) == 0
+        assert capsys.readouterr().out.splitlines() == [heading, rule, *expected]
 
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")

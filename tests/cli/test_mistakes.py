@@ -16,7 +16,7 @@ from twell.cli import main
 
 # Overrides of a configuration, and the error; tests/test_config.py has more.
 FIELDS = {
-    "l1_coeficient=1": r"unknown field 'l1_coeficient' .*did you mean 'l1_coefficient'",
+    "l1=3e-3": r"unknown field 'l1' .*did you mean 'l1_coefficient'\?\n",
     "activation=gelu": r"activation 'gelu' is unknown; use one of relu, relu2, drelu, silu",
     "backend=cuda": r"backend 'cuda' is unknown; use one of dense",
     "activation=silu backend=reference": r"needs an activation that makes zeros; .*'silu'",
@@ -31,7 +31,7 @@ FIELDS = {
 # Commands; RUN is a finished run, PLACE its folder, OUT a new path, TEXT a text, TRACE and
 # AGGREGATE files of another model.
 COMMANDS = {
-    "train quik --out OUT": r"no configuration quik: it is no file and none of .*quick",
+    "train quik --out OUT": r"no configuration quik \(did you mean quick\?\): .* none of .*171m, ",
     "train quick seed=1 seed=2": r"seed is given twice: seed=1 and seed=2",
     "train quick --out OUT --resume": r"OUT holds no run to resume: start it without --resume",
     "train quick --resume --overwrite": r"--resume goes on with a run and --overwrite deletes it",

@@ -19,7 +19,10 @@ def neuron_of(specific: pd.DataFrame, word: str) -> tuple[int, int]:
     rows = specific[specific["token"] == word]
     if rows.empty:
         known = ", ".join(map(repr, specific["token"].drop_duplicates().head(8)))
-        raise ValueError(f"no neuron stands for the token {word!r}; some do for {known}")
+        raise ValueError(
+            f"no neuron stands for the token {word!r} in the text that was searched: raise tokens, "
+            f"so that it occurs more often, or take another, such as {known}"
+        )
     return int(rows["layer"].iloc[0]), int(rows["neuron"].iloc[0])
 
 

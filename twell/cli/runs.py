@@ -39,7 +39,7 @@ def command(
         ),
     ] = None,
 ) -> None:
-    """List runs: size, tokens, L1, cross-entropy, activity, speed, and which have weights."""
+    """List runs, also in folders below: size, tokens, L1, loss, activity, speed and weights."""
     from twell import analysis, results
 
     runs, log = results.load_runs(folder, pattern)
