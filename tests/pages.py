@@ -48,7 +48,7 @@ import json, os, subprocess, sys, traceback
 
 def run(page, folder, blocks):
     os.chdir(folder)
-    os.environ["TWELL_CACHE"] = os.environ.get("TWELL_CACHE", folder + "/.cache")
+    os.environ["TWELL_CACHE"] = os.environ.get("TWELL_CACHE", folder + "/build/cache")
     shared = {"__name__": "__main__"}
     for number, (language, line, code) in enumerate(blocks):
         print(f"\0{page}\0{number}", flush=True)
@@ -272,6 +272,8 @@ def mistake_in_twell(arguments: list[str]) -> str | None:
     except ValueError as error:
         of_the_shell = any("$" in word for word in arguments) and "Invalid value" in str(error)
         return None if of_the_shell else str(error)
+    if re.match(r"(?!build/|runs/)[\w.]", out := f"{given.get('out') or 'build'}/"):
+        return f"--out {out} is not below build/ or runs/, which git ignores"
     if words != ["train"] or not given or given["config"].endswith(".yaml"):
         return None
     config = "quick" if "$" in given["config"] else given["config"]

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -17,7 +18,7 @@ from tests.pages import (
     run,
     workplace,
 )
-from twell.config import TrainConfig
+from twell.config import CONFIGS, TrainConfig
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 LESSONS = sorted(f"docs/lessons/{path.name}" for path in (ROOT / "docs" / "lessons").glob("*.md"))
@@ -36,6 +37,10 @@ def test_blocks_run(pages, tmp_path):
     every = [block for page in pages for block in blocks(page, text_of(page))]
     failure = run([block for block in every if block.needs is None], tmp_path)
     assert failure is None, failure
+    written = [path for path in tmp_path.glob("*/**/*") if path.is_file() and not path.is_symlink()]
+    names = {str(Path(*path.relative_to(tmp_path).parts[1:])) for path in written}
+    ignored = subprocess.run(["git", "check-ignore", *names], cwd=ROOT, capture_output=True)
+    assert names - {*ignored.stdout.decode().splitlines()} == set()
 
 
 def test_blocks_that_do_not_run_here_parse():
@@ -54,6 +59,11 @@ def test_readme_is_short():
     lines = text_of("README.md").splitlines()
     assert len(lines) <= 130
     assert [n for n, line in enumerate(lines, 1) if len(line) > 200] == []
+
+
+def test_the_page_of_trainings_names_every_configuration():
+    names = {file.stem for file in CONFIGS.glob("*.yaml")}
+    assert names <= {*re.findall(r"`([\w.]+)`", text_of("docs/training.md"))}
 
 
 def test_index_lists_every_page_and_notebook():
@@ -137,7 +147,7 @@ python -m twell train --help  # all fields
 for l1 in 0 1e-3; do
   twell train quick l1_coefficient=$l1 --out runs/l1-$l1
 done
-twell trace "$run" --valid --aggregate --tokens "$tokens" --out x.npz
+twell trace "$run" --valid --aggregate --tokens "$tokens" --out build/x.npz
 python -m pytest tests/test_docs.py::test_readme_is_short -q
 make test JOBS=2
 pip install -e .
@@ -146,6 +156,7 @@ python -m tests.fuzz --cases 100 --training
 WRONG = {
     "if true; then": "syntax error",
     "python -m twell train 20m --output runs/a": "No such option: --output",
+    "python -m twell train 20m --out mine": "--out mine/ is not below build/ or runs/",
     "python -m twell train 20m tokns=1e8": "did you mean 'tokens'?",
     "python -m twell train 21m": "21m",
     'twell train "$config" tokns="$tokens"': "unknown field in tokns=$tokens",

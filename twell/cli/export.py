@@ -9,7 +9,7 @@ import typer
 
 from twell.cli.common import BUILD, OUTPUT, option
 
-EXAMPLE = 'twell export runs/quick --trained-on "The State of the Union addresses." --out my-model'
+EXAMPLE = 'twell export runs/quick --trained-on "The State of the Union addresses."'
 
 
 def command(

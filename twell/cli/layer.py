@@ -7,7 +7,7 @@ from typing import Annotated
 
 from twell.cli.common import BUILD, OUTPUT, option
 
-EXAMPLE = "twell layer --out sparse-layer"
+EXAMPLE = "twell layer"
 
 
 def command(

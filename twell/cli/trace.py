@@ -18,7 +18,7 @@ from twell.cli.common import (
     say,
 )
 
-EXAMPLE = 'twell trace runs/quick --text "The bridge was built in 1862." --out trace.npz'
+EXAMPLE = 'twell trace runs/quick --text "The bridge was built in 1862."'
 AGGREGATE = "With --aggregate"
 
 
