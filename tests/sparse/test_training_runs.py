@@ -128,7 +128,7 @@ def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch
     monkeypatch.setattr(training_ops, "train", fake)
     heavy_steps(monkeypatch, fake, {(3, 0), (14, 1)})
     times = dataclasses.replace(sparse_training.default(32, 96, True), training=43.0)
-    monkeypatch.setattr(sparse_training, "default", lambda *_: times)
+    monkeypatch.setattr(sparse_training, "default", lambda *_, **__: times)
     monkeypatch.setattr(sparse_training, "CAPACITY_MARGIN", 1.1)
     settings = {"backend": "auto", "micro_batch": 8, "checkpoint_every": 2, "log_every": 1}
     config = dataclasses.replace(tiny_config, l1_coefficient=0.05, **BF16, **settings)

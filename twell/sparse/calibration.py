@@ -258,12 +258,11 @@ class Calibration:
         """Return the fastest path by situation, dense unless a sparse one wins by the margin."""
         alone, paths = self.predict(num_tokens, active, union), {}
         for situation in SITUATIONS:
-            host = self._at_least(dict.fromkeys(alone, 0.0), num_tokens, situation)
-            times = {
-                path: ms
-                for path, ms in self._at_least(alone, num_tokens, situation).items()
-                if host[path] <= max(host["dense"], HOST_SHARE * alone["dense"])
-            }
+            times = self._at_least(alone, num_tokens, situation)
+            if self.dtype != FLOAT8:  # whose dense path has launches from Python, too
+                host = self._at_least(dict.fromkeys(alone, 0.0), num_tokens, situation)
+                most = max(host["dense"], HOST_SHARE * alone["dense"])
+                times = {path: ms for path, ms in times.items() if host[path] <= most}
             best = min(times, key=times.get)
             wins = times[best] <= (1 - self.margin) * times["dense"]
             paths[situation] = best if wins else "dense"

@@ -110,6 +110,8 @@ class SparseTraining:
         self.repeated = 0
         self.activity: list[float | None] = [None] * len(self.layers)
         self.sparse = [False] * len(self.layers)
+        for ffn in self.layers:
+            ffn.chooser.place(ffn.device)
         self._recent: deque[int] = deque(maxlen=RECENT)  # the largest need of each step
         self._running: object = None  # identifies the attempts under way
         self._decide()
@@ -270,7 +272,8 @@ class SparseTraining:
         if ffn.backend == "triton":
             return math.inf
         shape = ffn.hidden_size, ffn.intermediate_size, ffn.gated
-        return (ffn.calibration or default(*shape)).training or 0.0
+        card = ffn.chooser.device_name or ""
+        return (ffn.calibration or default(*shape, device_name=card)).training or 0.0
 
     def _update(self, needed: list[int], forced: bool) -> None:
         """Decide for the next step; `forced`: this step took the largest capacity."""
