@@ -115,6 +115,32 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
     assert config.tie_word_embeddings is False and config.rms_norm_eps == 1e-6
 
 
+def test_of_one_file_and_shards_the_one_of_transformers_is_read(tmp_path):
+    first, second = make(), make()
+
+    def assert_read(model):
+        assert_same(load(tmp_path)[0].state_dict(), model.state_dict())
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert_same(loaded.state_dict(), model.state_dict())
+
+    first.save_pretrained(tmp_path, max_shard_size="8KB")
+    shards = {path: path.read_bytes() for path in tmp_path.glob("model*.*s*")}
+    second.save_pretrained(tmp_path)  # a save deletes the one before
+    assert_read(second)
+    assert [path for path in shards if path.is_file()] == []
+    for path, content in shards.items():
+        path.write_bytes(content)
+    assert_read(second)
+    change_config(transformers_weights=INDEX)(tmp_path)
+    assert_read(first)
+    change_config(transformers_weights=...)(tmp_path)
+    first.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert_read(first)
+    second.save_pretrained(tmp_path, variant="other")
+    second.save_pretrained(tmp_path, is_main_process=False)
+    assert_read(first)
+
+
 @pytest.mark.parametrize("part", ["model", "tokenizer"])
 def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, part):
     model, tokenizer = load(tiny_run)
@@ -284,6 +310,14 @@ NORM, GATE = "model.norm.weight", "model.layers.0.mlp.gate_weight"
 UP = "model.layers.1.mlp.up_weight"
 
 
+def index(text):
+    def change(folder):
+        (folder / "model.safetensors").unlink()
+        (folder / INDEX).write_text(text)
+
+    return change
+
+
 def twice(tensors):
     weight = tensors["model.layers.0.mlp.gate_proj.weight"]
     tensors[GATE] = weight.t().contiguous()
@@ -306,11 +340,11 @@ OURS = [
     (change_config(model_type="gpt2"), "GPT2LMHeadModel has no feed-forward layer that"),
     (rope("spiral", 1e4), rf"{NO_MODEL}rope_type is 'spiral'; use one of default, .*linear"),
     (rope("default", -1.0), rf"{NO_MODEL}rope_theta is -1\.0; .* a finite number above 0"),
-    (write(INDEX, "{"), r"model\.safetensors\.index\.json is not JSON: .*; put back the file"),
-    (write(INDEX, "[]"), r"index\.json holds a list, expected a JSON object"),
-    (write(INDEX, "{}"), NO_MAP),
-    (write(INDEX, '{"weight_map": ["a"]}'), NO_MAP),
-    (write(INDEX, '{"weight_map": {"a": 3}}'), NO_MAP),
+    (index("{"), r"model\.safetensors\.index\.json is not JSON: .*; put back the file"),
+    (index("[]"), r"index\.json holds a list, expected a JSON object"),
+    (index("{}"), NO_MAP),
+    (index('{"weight_map": ["a"]}'), NO_MAP),
+    (index('{"weight_map": {"a": 3}}'), NO_MAP),
     (write("model.safetensors", "x"), r"model\.safetensors is damaged or cut short: .*; put back"),
     (write("tokenizer.json", '{"version'), r"tokenizer\.json is not JSON: .*; put back"),
     (write("tokenizer.json", "{}"), r"tokenizer\.json and tokenizer_config\.json make no tok"),

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
 
 import twell
-from tests.factories.models import make, stock, tokens
+from tests.factories.models import assert_same, change_config, make, stock, tokens
 from twell.sparse.float8 import FLOAT8, Float8Linear
 
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
@@ -55,9 +55,26 @@ def test_a_saved_model_is_loaded_with_its_bits(saved, tmp_path):
     assert twell_config["quantization_config"]["quant_method"] == "twell_float8"
     with pytest.warns(UserWarning, match="not kept in bf16"):
         twell.dequantize_(loaded)
-    loaded.save_pretrained(tmp_path / "bf16")
-    plain, _ = twell.load(tmp_path / "bf16")
-    assert not any(ffn.quantized for ffn in plain.ffns)
+    assert_bf16(loaded, tmp_path / "bf16")
+
+
+def assert_bf16(model, folder):
+    """Files have no `quantization_config`, whose null older readers take for a method."""
+    model.save_pretrained(folder)
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    change_config(quantization_config=None)(folder)  # as versions before wrote it
+    for loaded in (twell.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)):
+        assert_same(loaded.state_dict(), model.state_dict())
+        loaded.save_pretrained(folder / "again")
+    assert "quantization_config" not in json.loads((folder / "again/config.json").read_text())
+
+
+def test_files_of_bf16_weights_do_not_mention_quantisation(tmp_path):
+    model = twell_sparsified()
+    twell.dequantize_(model)
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert_bf16(in_bf16(make()), tmp_path)
 
 
 def test_another_quantisation_stays_in_the_configuration(tmp_path):

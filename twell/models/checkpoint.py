@@ -18,9 +18,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
+from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.models.quantize import empty_quantized
+from twell.models.quantize import empty_quantized, note_quantization
 from twell.sparse.activations import ACTIVATIONS
 from twell.sparse.float8 import FLOAT8, QUANTIZATION
 
@@ -81,7 +83,7 @@ def read_config(folder: Path) -> SparseLlamaConfig:
         fields = _translated(folder, kind, fields)
     try:
         config = _described(fields)
-        config.quantization_config = quantization
+        note_quantization(config, quantization)
         return config
     except Exception as error:  # transformers raises a dozen kinds
         reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
@@ -129,7 +131,7 @@ def _described(fields: dict) -> SparseLlamaConfig:
 def empty_weights(config: SparseLlamaConfig) -> dict[str, Tensor]:
     quantization = getattr(config, "quantization_config", None)
     config = copy.deepcopy(config)
-    config.quantization_config = None
+    note_quantization(config, None)
     with torch.device("meta"):
         model = SparseLlamaForCausalLM(config)
         if quantization is not None:
@@ -147,7 +149,8 @@ def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
     missing file. Raises ValueError for a damaged file, and for a tensor that is missing, unknown,
     or of the wrong shape or type.
     """
-    tensors = _canonical(_read_tensors(folder), config, folder)
+    named = getattr(config, "transformers_weights", None)
+    tensors = _canonical(_read_tensors(folder, named), config, folder)
     expected = empty_weights(config)
     for name, tensor in tensors.items():
         if name in expected and expected[name].dtype == FLOAT8:
@@ -180,10 +183,10 @@ def _wrong(folder: Path, name: str, given: str, expected: Any) -> ValueError:
     return ValueError(f"{folder}: the tensor {name} has {given}; expected {expected}")
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def _read_tensors(folder: Path, named: str | None) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     names: dict[str, str] = {}  # by the weight's name in Llama's layout
-    for file in _files(folder):
+    for file in _files(folder, named):
         for name, tensor in _read_file(file).items():
             weight = PAPER_WEIGHT.sub(r".mlp.\2_proj.weight", name)
             if weight in names:
@@ -199,17 +202,21 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files with the weights, in order."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return [folder / "model.safetensors"]
+def _files(folder: Path, named: str | None) -> list[Path]:
+    """Return the files with the weights, in order.
+
+    As transformers: a file that config.json names, else one file, else the shards of an index.
+    """
+    paths = [folder / name for name in ((named,) if named else (WHOLE, INDEX))]
+    index = next(filter(Path.is_file, paths), paths[0])
+    if not index.name.endswith(".index.json"):
+        return [index]
     places = read_json(index).get("weight_map")
     is_map = isinstance(places, dict) and places
     if not (is_map and all(isinstance(file, str) for file in places.values())):
         problem = f"{index} has no weight_map with a file for each tensor"
         raise ValueError(f"{problem}; put back the one that came with them")
-    return [folder / name for name in sorted(set(places.values()))]
+    return [index.parent / name for name in sorted(set(places.values()))]
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:

@@ -22,11 +22,11 @@ from torch.autograd.graph import register_multi_grad_hook
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import can_return_tuple
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, can_return_tuple
 
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
 from twell.models.l1 import L1Terms, divisor, token_mask
-from twell.models.quantize import quantization_of
+from twell.models.quantize import note_quantization, quantization_of
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
@@ -173,14 +173,21 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     ):
         """As in transformers, with modeling_twell.py, for loading with `trust_remote_code=True`.
 
+        An earlier save of one file is deleted where shards take its place, and the other way round.
         Raises ValueError where some layers are in FP8 and others not.
         """
-        self.config.quantization_config = quantization_of(self)
+        note_quantization(self.config, quantization_of(self))
         self.config.auto_map = dict(AUTO_MAP)
         if is_main_process:  # before transformers pushes the folder to the hub
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(CODE, Path(save_directory, CODE.name))
-        return super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        before = _saved(save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        after = _saved(save_directory)
+        written = [path for path in after if after[path] != before.get(path)]
+        if is_main_process and len(written) == 1:  # 0: a variant, or an adapter of peft alone
+            for path in after.keys() - written:
+                path.unlink()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -290,6 +297,12 @@ def _require_l1(logits: Tensor, terms: L1Terms) -> None:
             )
 
     register_multi_grad_hook(tensors, check)
+
+
+def _saved(folder: str | Path) -> dict[Path, int]:
+    """Return when a model's one file and the index of its shards were written, where they exist."""
+    paths = Path(folder, SAFE_WEIGHTS_NAME), Path(folder, SAFE_WEIGHTS_INDEX_NAME)
+    return {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
 
 
 def check_llama(name: object, model: nn.Module) -> None:

@@ -29,6 +29,7 @@ from transformers.utils import logging
 from twell.models.checkpoint import LLAMAS, read_config, read_json, read_weights
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.quantize import note_quantization
 from twell.sparse.calibration import FLOAT8, Calibration
 
 CALIBRATION = "calibration.json"  # beside the weights, as the next two
@@ -88,7 +89,7 @@ def load(
     if backend is not None:
         config.ffn_backend = backend
     tensors = read_weights(folder, config)
-    quantization = config.quantization_config
+    quantization = getattr(config, "quantization_config", None)
     if quantization is not None:
         if dtype not in (None, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, and {folder} has FP8 weights; expected bfloat16")
@@ -120,7 +121,8 @@ def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
     with torch.device("meta"):
         if _is_llama(folder):
             config = read_config(folder)
-            config.ffn_backend, config.quantization_config = "dense", None
+            config.ffn_backend = "dense"
+            note_quantization(config, None)
             return folder, SparseLlamaForCausalLM(config)
         config, auto = stock_config(folder)
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -80,7 +81,15 @@ def _note(module: nn.Module, quantization: dict | None) -> None:
     """Say in the configuration of every model in `module` with such layers what its weights are."""
     for part in module.modules():
         if hasattr(part, "config") and any(isinstance(m, SparseFFN) for m in part.modules()):
-            part.config.quantization_config = quantization
+            note_quantization(part.config, quantization)
+
+
+def note_quantization(config: PreTrainedConfig, quantization: Any) -> None:
+    """Set `quantization_config`; None removes it, since other readers take null for a method."""
+    if quantization is not None:
+        config.quantization_config = quantization
+    elif hasattr(config, "quantization_config"):
+        del config.quantization_config
 
 
 def _check(ffn: SparseFFN, owner: str) -> None:
