@@ -1,9 +1,12 @@
 """Models whose feed-forward layers have other names, activations or parts than Llama's."""
 
 import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -53,8 +56,9 @@ def test_a_model_computes_the_same_is_saved_and_comes_back(kind, changes, backen
     model, x = family(kind, **changes), tokens(2, 12)
     before, text = logits(model, x), repr(model)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    modules = dict(model.named_modules())
+    modules, names = dict(model.named_modules()), [name for name, _ in model.named_parameters()]
     sparsify(model, backend=backend)
+    assert [name for name, _ in model.named_parameters()] == names
     ffns = sparse_ffns(model)
     assert len(ffns) == (4 if kind == "t5" else 3) and {ffn.backend for ffn in ffns} == {backend}
     active = torch.stack([(ffn.activations(torch.randn(64, 32))[0] != 0).float() for ffn in ffns])
@@ -211,28 +215,94 @@ def test_a_calibration_beside_the_weights_is_taken(tmp_path):
 # --- adapters of peft, and hooks
 
 
-@pytest.mark.parametrize("kind", ["opt", "t5"])
-def test_adapters_of_peft_come_after_sparsify(kind, tmp_path):
-    """peft finds the weights that it saves by the names of modules."""
+PROJECTIONS = {"opt": ["fc1", "fc2"], "t5": ["wi", "wo"]}
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+@pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
+@pytest.mark.parametrize("sparsified", ["before", "after"])
+def test_adapters_of_peft_fit_the_dense_and_the_sparse_model(kind, option, sparsified, tmp_path):
     peft = pytest.importorskip("peft")
-    options = {"r": 2, "init_lora_weights": False}
-    names = {"opt": ["fc1", "fc2"], "t5": ["wi", "wo"]}[kind]
-    first = peft.get_peft_model(family(kind), peft.LoraConfig(target_modules=names, **options))
-    with pytest.raises(ValueError, match="are no nn.Linear; sparsify before get_peft_model, and l"):
-        sparsify(first)
-    base, x = sparsify(family(kind), backend="reference"), tokens(2, 9)
-    options["target_modules"] = ["up_proj", "down_proj"]
-    model = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**options)).eval()
-    expected = logits(model, x)
+    base, x = family(kind), tokens(2, 9)
+    options = {"target_modules": ["q" if kind == "t5" else "q_proj"]} | {option: PROJECTIONS[kind]}
+    config = peft.LoraConfig(r=2, init_lora_weights=False, **options)
+    trained = peft.get_peft_model(copy.deepcopy(base), config).eval()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(1.5 if parameter.requires_grad else 1)
+    expected = logits(trained, x)
     assert not torch.allclose(expected, logits(base, x), atol=1e-2)
-    model.save_pretrained(tmp_path)
-    again = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path).eval()
+    trained.save_pretrained(tmp_path)
+    model = copy.deepcopy(base)
+    if sparsified == "before":
+        sparsify(model, backend="reference")
+    model = peft.PeftModel.from_pretrained(model, tmp_path).eval()
+    if sparsified == "after":
+        sparsify(model, backend="reference")
+    assert_close(logits(model, x), expected, rtol=1e-3, atol=1e-3)
+    assert not any(ffn.readable for ffn in sparse_ffns(model))
+    model.save_pretrained(tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "again").eval()
     assert torch.equal(logits(again, x), expected)
     merged = model.merge_and_unload()
-    state = merged.state_dict()
+    assert all(ffn.readable for ffn in sparse_ffns(merged))
+    assert_close(logits(merged, x), expected, rtol=1e-3, atol=1e-3)
     dense = twell.densify(merged)
-    assert_same(dense.state_dict(), state)
+    assert list(dense.state_dict()) == list(again.merge_and_unload().state_dict())
     assert_close(logits(dense, x), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("sparsified", ["before", "after"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_accelerate_loads_and_offloads(kind, sparsified, tmp_path):
+    """Accelerate finds weights by the names of modules, here with feed-forward weights on disk."""
+    model, x = family(kind), tokens(2, 9)
+    expected = logits(model, x)
+    model.save_pretrained(tmp_path)
+    modules = (name.rpartition(".")[0] for name in model.state_dict())
+    last = LAST[kind].removesuffix(".weight")
+    device_map = {name: "disk" if name.endswith(last) else "cpu" for name in modules}
+    with init_empty_weights():
+        empty = type(model)(model.config).eval()
+    empty.tie_weights()
+    if sparsified == "before":
+        sparsify(empty, backend="reference")
+    options = {"offload_folder": tmp_path / "offloaded", "strict": True}
+    loaded = load_checkpoint_and_dispatch(empty, tmp_path, device_map, **options)
+    if sparsified == "after":
+        sparsify(loaded, backend="reference")
+    assert not any(ffn.readable for ffn in sparse_ffns(loaded))
+    assert_close(logits(loaded, x), expected, rtol=1e-4, atol=1e-4)
+    loaded.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(type(model).from_pretrained(tmp_path / "again").eval(), x), expected)
+    assert_close(logits(twell.densify(loaded), x), expected)
+
+
+@pytest.mark.parametrize("kind", ["opt", "nanochat"])
+def test_copies_replicas_threads_and_compiled_code_compute_the_same(kind):
+    dense, x = family(kind), tokens(2, 9)
+    expected, sparse = logits(dense, x), sparsify(copy.deepcopy(dense))
+    assert_close(torch.func.functional_call(sparse, dict(dense.named_parameters()), x)[0], expected)
+    with ThreadPoolExecutor(8) as pool:
+        for result in pool.map(lambda _: logits(sparse, x), range(40)):
+            assert_close(result, expected)
+    compiled = torch.compile(sparse, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        assert_close(compiled(x, use_cache=False).logits, expected)
+    replica, pickled = replicate(sparse), pickle.loads(pickle.dumps(sparse))
+    for parameter in sparse.parameters():
+        parameter.data.zero_()
+    assert_close(logits(replica, x), expected)
+    assert_close(logits(pickled, x), expected)
+    assert torch.equal(logits(twell.densify(pickled), x), expected)
+
+
+def replicate(module):
+    """A replica as nn.DataParallel makes it, with copies of the weights."""
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = copy.deepcopy(module._parameters)
+    replica._modules = {name: child and replicate(child) for name, child in module._modules.items()}
+    return replica
 
 
 def test_hooks_of_projections_act_and_of_activations_are_refused():

@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 
 from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here, watched
 from twell.sparse.projections import _warn_once
@@ -150,6 +150,35 @@ def test_hooks_that_come_and_go_and_a_device_map_of_accelerate(taken):
         add_hook_to_module(ffn.up_proj, hook)
         assert ffn.up_proj.weight.is_meta and ffn.path == "dense"
         assert relative(ffn(x), plain) < 2e-3 and len(taken) == 3
+
+
+@triton_here
+def test_what_flattens_parameters_needs_them_contiguous():
+    """No view can flatten a weight with the kernels' strides; docs/models.md has the way out."""
+    ffn, x = (
+        make(dtype=torch.bfloat16, sizes=(32, 48)).to(DEVICE),
+        positive(3, dtype=torch.bfloat16),
+    )
+    ffn.backend = "triton"
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        parameters_to_vector(ffn.parameters())
+    for parameter in ffn.parameters():
+        parameter.data = parameter.data.contiguous()
+    optimizer, losses = torch.optim.LBFGS(ffn.parameters(), lr=0.1), []
+
+    def loss():
+        optimizer.zero_grad()
+        losses.append(ffn(x).float().square().mean())
+        losses[-1].backward()
+        return losses[-1]
+
+    optimizer.step(loss)
+    assert loss() < losses[0] / 2
+    vector_to_parameters(parameters_to_vector(ffn.parameters()) / 2, ffn.parameters())
+    with torch.no_grad():
+        copied = ffn(x)
+        ffn.backend = "triton"
+        assert ffn.down_proj.weight.stride() == (1, 32) and torch.equal(ffn(x), copied)
 
 
 def test_tensor_parallel_shards_are_refused_where_they_would_be_miscounted():

@@ -1,28 +1,32 @@
 """Where the feed-forward layers of other models are, and what they compute: one `Adapter` a class.
 
-`sites` finds the modules of these classes in a model. `replace` puts a SparseFFN in the place of
-one, and `put_back` undoes that. Saved files keep the names of the model's own modules.
+`sites` finds the modules of these classes in a model. `replace` lets a SparseFFN compute for one,
+and `put_back` undoes that. A module whose projections have Llama's names is replaced. Any other
+stays, under a class that computes by a child SLOT, an `OwnedFFN`. So projections keep their names,
+by which savers, loaders, optimizers, peft and Accelerate find them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import ReLUSquaredActivation
 
 from twell.sparse.activations import ACTIVATIONS, RELU, Activation, get_activation
-from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import CALLED_WITH, HOOKS, is_plain
 
 PARTS = "gate_proj", "up_proj", "down_proj"  # of SparseFFN
+SLOT = "sparse_ffn"
 # Children under these names are the whole of their owner: torch.compile, FSDP, checkpoint_wrapper.
 WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
@@ -36,9 +40,9 @@ class Adapter:
     act: the activation, a module or function. Where the class has no such attribute, `activation`
         and `threshold` say what it computes (twell/sparse/activations.py).
     dropout: the nn.Dropout between h and the down projection, if any.
-    inline: whether the module computes more than this layer, as OPT's decoder layer does. SparseFFN
-        then takes the place of `up`, and identities those of `act` and `down`, so nothing else may
-        stand between the two projections.
+    inline: whether the module computes more than this layer, as OPT's decoder layer does. Its
+        forward then finds the SparseFFN as `up`, and identities as `act` and `down`, so nothing
+        else may stand between the two projections.
     config: the field of the model's configuration that names the activation.
     norm: the model's last norm, seen from its `base_model`; for the words of the inspector.
 
@@ -72,7 +76,7 @@ class Adapter:
 
     @property
     def renamed(self) -> bool:
-        """Whether the projections have other names in a SparseFFN."""
+        """Whether the projections have other names than in a SparseFFN."""
         pairs = zip(self.projections, PARTS, strict=True)
         return self.inline or any(own not in (None, ours) for own, ours in pairs)
 
@@ -147,7 +151,7 @@ def _adapter_of(module: nn.Module) -> Adapter | None:
 
 @dataclass(frozen=True)
 class Site:
-    """A feed-forward layer that is not sparse yet: `owner.name` becomes the SparseFFN."""
+    """A feed-forward layer that is not sparse yet: `module` is `owner.name`."""
 
     owner: nn.Module
     name: str
@@ -180,7 +184,7 @@ def sites(model: nn.Module) -> list[Site]:
         raise ValueError(
             f"{type(model).__name__} is itself the layer to replace; give a module that holds it"
         )
-    result: dict[tuple[int, str], Site] = {}  # by place: several owners may hold one inline module
+    result: dict[tuple[int, str], Site] = {}  # several owners may hold one module
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
             adapter = None if module is None else _adapter_of(module)
@@ -191,9 +195,9 @@ def sites(model: nn.Module) -> list[Site]:
                     f"a {type(module).__name__} is wrapped in a {type(owner).__name__}; "
                     "sparsify before wrapping or sharding"
                 )
-            place = (module, adapter.up) if adapter.inline else (owner, name)
-            if not isinstance(getattr(*place, None), SparseFFN):
-                result[id(place[0]), place[1]] = Site(*place, module, adapter)
+            place = (id(module), SLOT) if adapter.renamed else (id(owner), name)
+            if SLOT not in module._modules:
+                result[place] = Site(owner, name, module, adapter)
     return list(result.values())
 
 
@@ -205,7 +209,7 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     module, adapter, kind = site.module, site.adapter, type(site.module).__name__
     # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
     own = "forward" in module.__dict__ and "_hf_hook" not in module.__dict__
-    if own and not adapter.inline:
+    if own:
         problem = f"a feed-forward module, a {_name(type(module))}, has a forward of its own"
         raise ValueError(f"{problem}, which SparseFFN would replace")
     for name in (*adapter.projections, adapter.act, adapter.dropout):
@@ -289,12 +293,6 @@ def _check_shapes(site: Site) -> None:
         raise ValueError(
             f"the projections of a {kind} have (out, in) features {shapes}; expected {expected}"
         )
-    linear = all(isinstance(getattr(module, name), nn.Linear) for name in parts)
-    if adapter.renamed and not linear:
-        raise ValueError(
-            f"the projections of a {kind} are no nn.Linear; sparsify before get_peft_model, "
-            "and let peft adapt up_proj and down_proj"
-        )
     plain = [getattr(module, name).weight for name in parts if is_plain(getattr(module, name))]
     dtypes = {str(weight.dtype) for weight in plain}
     if len(dtypes) > 1:
@@ -318,18 +316,113 @@ def last_norm(model: PreTrainedModel) -> nn.Module | None:
     return norm
 
 
+# --- computing in a module that stays
+
+
+class OwnedFFN(SparseFFN):
+    """A SparseFFN that computes with children of the module that holds it, under their own names.
+
+    owner: that module. names: the names of its children by those of a SparseFFN.
+    """
+
+    def __init__(self, owner: nn.Module, names: dict[str, str], *sizes: int, **options: Any):
+        super().__init__(*sizes, **options)
+        # Past nn.Module, of which the owner would become a child.
+        vars(self).update(owner=owner, names=names)
+
+    def _make_parts(self, gated: bool, **options: Any) -> None:
+        vars(self).update(owner=None, names={})
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        owned = self.owner._modules
+        return {ours: owned[own] for ours, own in self.names.items()}
+
+    gate_proj = property(lambda self: self.parts.get("gate_proj"))
+    up_proj = property(lambda self: self.parts["up_proj"])
+    down_proj = property(lambda self: self.parts["down_proj"])
+    h_dropout = property(lambda self: self.parts.get("h_dropout"))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self).get("names", ()):
+            setattr(self.owner, self.names[name], value)
+        else:
+            super().__setattr__(name, value)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for part in self.parts.values() if recurse else ():
+            yield from part.parameters()
+
+    def train(self, mode: bool = True) -> OwnedFFN:
+        for part in self.parts.values():
+            part.train(mode)
+        return super().train(mode)
+
+
+# The inline module whose forward runs in this thread.
+_INSIDE: ContextVar[nn.Module | None] = ContextVar("twell_inside", default=None)
+
+
+@functools.cache
+def _sparse_class(kind: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
+    """Return a subclass of a module's class that computes by the child SLOT, an `OwnedFFN`."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ffn = self._modules[SLOT]
+        if ffn.owner is not self:  # in a replica of nn.DataParallel
+            vars(ffn)["owner"] = self
+        if not adapter.inline:
+            return ffn(*args, **kwargs)
+        if torch.compiler.is_compiling():  # which traces no context variables
+            return kind.forward(self, *args, **kwargs)
+        token = _INSIDE.set(self)
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            _INSIDE.reset(token)
+
+    def reduce(self: nn.Module, protocol: int) -> tuple:
+        return _new_sparse, (kind, adapter), vars(self)
+
+    fields = {"forward": forward, "__reduce_ex__": reduce, "_dense_class": kind}
+    if adapter.inline:
+        fields[adapter.up] = _found_inside(adapter.up, lambda module: module._modules[SLOT])
+        for name in (adapter.act, adapter.down):
+            fields[name] = _found_inside(name, lambda module: _same)
+    about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind)(kind.__name__, (kind,), fields | about)
+
+
+def _new_sparse(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
+    """Return an empty module of a class that cannot be imported, for copies and pickles."""
+    return object.__new__(_sparse_class(kind, adapter))
+
+
+def _found_inside(name: str, inside: Callable[[nn.Module], Any]) -> property:
+    """Return an attribute that is `inside(module)` for the module's own forward alone."""
+
+    def read(module: nn.Module) -> Any:
+        if torch.compiler.is_compiling() or _INSIDE.get() is module:
+            return inside(module)
+        return nn.Module.__getattr__(module, name)
+
+    return property(read)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
 # --- replacing, and putting back
 
 
 @dataclass
 class Replaced:
-    """What a SparseFFN stands for: the module, its activation, and the hooks for saved names."""
+    """What a SparseFFN computes for: a module, which it replaces or which holds it."""
 
-    module: nn.Module
     adapter: Adapter
     stride: tuple[int, ...] | None = None  # of the down weight; None where that is not plain
-    act: Any = None  # of an inline module, whose own is an identity meanwhile
-    handles: list = field(default_factory=list)
+    module: nn.Module | None = None  # the replaced one
 
 
 def around(site: Site) -> SparseFFN:
@@ -339,43 +432,46 @@ def around(site: Site) -> SparseFFN:
     """
     module, adapter = site.module, site.adapter
     act = site.activation or RELU
-    gate, up, down = (part and getattr(module, part) for part in adapter.projections)
-    options = {"activation": act.name, "threshold": act.threshold, "gated": gate is not None}
-    ffn = SparseFFN(up.in_features, up.out_features, device="meta", **options)
-    ffn.gate_proj, ffn.up_proj, ffn.down_proj = gate, up, down
-    # In the module's own order, by which optimizers know parameters.
-    places = {part: place for place, part in enumerate(module._modules)}
     names = {ours: own for ours, own in zip(PARTS, adapter.projections, strict=True) if own}
-    for ours in sorted(names, key=lambda ours: places.get(names[ours], 0)):
-        ffn._modules[ours] = ffn._modules.pop(ours)
-    if adapter.dropout is not None:
-        ffn.h_dropout = getattr(module, adapter.dropout)
-    ffn.replaced = Replaced(module, adapter, down.weight.stride() if is_plain(down) else None)
-    return ffn.train(module.training)
+    down, sizes = getattr(module, adapter.down), _shape(getattr(module, adapter.up))[::-1]
+    options = {
+        "activation": act.name,
+        "threshold": act.threshold,
+        "gated": adapter.gate is not None,
+    }
+    stride = down.weight.stride() if is_plain(down) else None
+    if adapter.renamed:
+        names |= {"h_dropout": adapter.dropout} if adapter.dropout else {}
+        ffn = OwnedFFN(module, names, *sizes, **options)
+        ffn.replaced = Replaced(adapter, stride)
+    else:
+        ffn = SparseFFN(*sizes, device="meta", **options)
+        for part in (name for name in module._modules if name in names):
+            delattr(ffn, part)  # in the module's own order, by which optimizers know parameters
+            setattr(ffn, part, getattr(module, part))
+        if adapter.dropout is not None:
+            ffn.h_dropout = getattr(module, adapter.dropout)
+        ffn.replaced = Replaced(adapter, stride, module)
+    ffn.training = module.training
+    return ffn
 
 
 def replace(site: Site, ffn: SparseFFN) -> None:
-    """Put the SparseFFN of `around` into the model. Saved files keep their names."""
+    """Let the SparseFFN of `around` compute for its module."""
     module, adapter = site.module, site.adapter
-    setattr(site.owner, site.name, ffn)
-    if adapter.inline:
-        ffn.replaced.act = site.act
-        for name in (adapter.act, adapter.down):
-            setattr(module, name, nn.Identity())
+    if adapter.renamed:
+        setattr(module, SLOT, ffn)
+        _set_class(module, _sparse_class(type(module), adapter))
     else:
+        setattr(site.owner, site.name, ffn)
         _hand_hooks(module, ffn)
-    if not adapter.renamed:
-        return
-    place = "" if adapter.inline else f"{site.name}."
-    pairs = [
-        (f"{site.name}.{ours}.", f"{place}{own}.")
-        for ours, own in zip(PARTS, adapter.projections, strict=True)
-        if own is not None
-    ]
-    ffn.replaced.handles += [
-        site.owner.register_state_dict_post_hook(partial(_rename, pairs, False)),
-        site.owner.register_load_state_dict_pre_hook(partial(_rename, pairs, True)),
-    ]
+
+
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Change a module's class, for the hook of Accelerate too, which calls the bound forward."""
+    module.__class__ = kind
+    if "_old_forward" in vars(module):
+        module._old_forward = MethodType(kind.forward, module)
 
 
 def _hand_hooks(giver: nn.Module, taker: nn.Module) -> None:
@@ -388,55 +484,33 @@ def _hand_hooks(giver: nn.Module, taker: nn.Module) -> None:
         add_hook_to_module(taker, giver._hf_hook)
 
 
-def _rename(
-    pairs: Sequence[tuple[str, str]],
-    back: bool,
-    owner: nn.Module,
-    state: dict[str, Tensor],
-    prefix: str,
-    *_: Any,
-) -> None:
-    """Give tensors whose names begin with the first of a pair the second, in place, or back.
-
-    peft saves the weights of its adapters by the names of modules, so their names stay.
-    """
-    renamed = {}  # all at once: one's new name may be another's old one
-    for old, new in pairs:
-        if not isinstance(owner.get_submodule(old[:-1]), nn.Linear | Float8Linear):
-            continue
-        old, new = (new, old) if back else (old, new)
-        for name in [name for name in state if name.startswith(prefix + old)]:
-            renamed[prefix + new + name.removeprefix(prefix + old)] = state.pop(name)
-    state.update(renamed)
-
-
 @torch.no_grad()
 def put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
     """Undo `replace`, with the present projections and hooks.
 
     The activation is the module's own, or ReLU where `relufy` exchanged it.
     """
-    replaced = ffn.replaced
-    module, adapter = replaced.module, replaced.adapter
-    for handle in replaced.handles:
-        handle.remove()
-    for own, ours in zip(adapter.projections, PARTS, strict=True):
-        if own is not None:
-            setattr(module, own, getattr(ffn, ours))
-    if adapter.inline:
-        setattr(module, adapter.act, replaced.act)
+    adapter, stride, module = ffn.replaced.adapter, ffn.replaced.stride, ffn.replaced.module
+    down, shape = ffn.down_proj, (ffn.hidden_size, ffn.intermediate_size)
+    if module is None:
+        module = owner
+        delattr(module, SLOT)
+        _set_class(module, module._dense_class)
     else:
+        for part in filter(None, adapter.projections):
+            setattr(module, part, getattr(ffn, part))
         for hooks in HOOKS:
             setattr(module, hooks, getattr(ffn, hooks))
-        setattr(owner, name, module.train(ffn.training))
+        setattr(owner, name, module)
+    if not adapter.inline:
+        module.train(ffn.training)
     if Site(owner, name, module, adapter).activation is None:
         setattr(module, adapter.act, nn.ReLU())
-    for parameter in ffn.down_proj.parameters():  # peft's adapters may stand around the weight
-        if parameter.shape == (ffn.hidden_size, ffn.intermediate_size):
+    for parameter in down.parameters():  # peft's adapters may stand around the weight
+        if parameter.shape == shape:
             data = parameter.data
-            if replaced.stride is None:
+            if stride is None:
                 parameter.data = data.contiguous()
-            elif data.stride() != replaced.stride:
+            elif data.stride() != stride:
                 given = {"dtype": data.dtype, "device": data.device}
-                empty = torch.empty_strided(data.shape, replaced.stride, **given)
-                parameter.data = empty.copy_(data)
+                parameter.data = torch.empty_strided(data.shape, stride, **given).copy_(data)

@@ -47,10 +47,10 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     """Replace the feed-forward layers of a model of transformers, or of your own; return the model.
 
     Those of the types in SPARSIFIABLE are known; `register_adapter` describes other classes.
-    SparseFFN layers take their place, with the same weights; no copy is made. Saved files keep
-    their names, and parameters too where the layers have Llama's. Adapters of peft and hooks stay
-    in place and act, on every backend: where the kernels cannot read plain weights the layer
-    computes densely (`SparseFFN.readable`). The model computes the same as before.
+    SparseFFN layers compute for them, with the same weights; no copy is made. Parameters keep their
+    names. Adapters of peft and hooks stay in place and act, on every backend: where the kernels
+    cannot read plain weights the layer computes densely (`SparseFFN.readable`). The model computes
+    the same as before.
 
     A model whose activation makes no zeros, such as SiLU, is refused unless `relufy` is set. ReLU
     then replaces the activation, the model computes something else, and it needs training. Raises
@@ -107,6 +107,9 @@ def densify(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo"
         )
+    for owner, _, ffn in places:
+        if ffn.replaced.module is None and "_dense_class" not in vars(type(owner)):
+            raise ValueError(f"a {type(owner).__name__} was sharded; densify the model before that")
     if any(ffn.quantized for _, _, ffn in places):
         raise ValueError("the model has FP8 weights; twell.dequantize_ puts bf16 back first")
     for place in places:

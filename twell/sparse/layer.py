@@ -201,12 +201,9 @@ class SparseFFN(nn.Module):
             if size < 1:
                 raise ValueError(f"{name} is {size}; it has to be at least 1")
         self.act = get_activation(activation, threshold, gated=gated)
-        options = {"bias": bias, "device": device, "dtype": dtype}
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, **options) if gated else None
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, **options)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, **options)
+        self._make_parts(gated, bias=bias, device=device, dtype=dtype)
         self.stats, self.outbox = ActivityStats(intermediate_size), Outbox()
         self.chooser = Chooser(hidden_size, intermediate_size, gated)
         # Attributes, not hooks: torch.compile ignores hooks added after compilation.
@@ -220,6 +217,17 @@ class SparseFFN(nn.Module):
         self.backend = backend
         self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
+
+    def _make_parts(self, gated: bool, **options: Any) -> None:
+        sizes = self.hidden_size, self.intermediate_size
+        self.gate_proj = nn.Linear(*sizes, **options) if gated else None
+        self.up_proj = nn.Linear(*sizes, **options)
+        self.down_proj = nn.Linear(*sizes[::-1], **options)
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        """The projections, and `h_dropout` where there is one; a subclass may borrow them."""
+        return self._modules
 
     activation, threshold = _handed_on("act", "name"), _handed_on("act", "threshold")
     collect_l1 = _gone("collect_l1", "twell.collect_l1(layer)")
@@ -292,7 +300,7 @@ class SparseFFN(nn.Module):
     @property
     def quantized(self) -> bool:
         """Whether gate and up have FP8 weights (float8.py)."""
-        return isinstance(self._modules["up_proj"], float8.Float8Linear)
+        return isinstance(self.parts["up_proj"], float8.Float8Linear)
 
     @property
     def readable(self) -> bool:
@@ -302,11 +310,11 @@ class SparseFFN(nn.Module):
     def _why_dense(self, *, sharded: bool = False) -> str | None:
         if _has_any_global_hook():
             return "every module has hooks"
-        if (drop := self._modules.get("h_dropout")) is not None and drop.p and drop.training:
+        if (drop := self.parts.get("h_dropout")) is not None and drop.p and drop.training:
             return "h has dropout while training"
         if is_transformed():
             return "torch.func or forward-mode AD transforms the call"
-        if not torch.compiler.is_compiling() and all(map(is_plain, self._modules.values())):
+        if not torch.compiler.is_compiling() and all(map(is_plain, self.parts.values())):
             return None
         for name in ("gate_proj", "up_proj", "down_proj"):
             part = getattr(self, name)
@@ -347,7 +355,7 @@ class SparseFFN(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and self._is_quick(x):
             # As a stock module computes it, in as little Python.
-            parts, act = self._modules, self.act
+            parts, act = self.parts, self.act
             gate, up = parts.get("gate_proj"), parts["up_proj"]
             if gate is None:
                 return parts["down_proj"](act.hidden(act.gate(up(x)), None))
@@ -382,7 +390,7 @@ class SparseFFN(nn.Module):
         own, width = self.__dict__, x.shape[-1]  # an attribute of a module may take a microsecond
         if own["training"] or own["silenced"] or own["edit"] is not None:
             return False
-        if width != own["hidden_size"] or "h_dropout" in own["_modules"]:
+        if width != own["hidden_size"] or "h_dropout" in self.parts:
             return False
         if open_collector() is not None:
             return False
@@ -465,7 +473,7 @@ class SparseFFN(nn.Module):
             activity = Activity.of(g != 0, wants.token_mask)
         if self.edit is not None:
             h = self.edit.of_h(h)
-        if (drop := self._modules.get("h_dropout")) is not None:
+        if (drop := self.parts.get("h_dropout")) is not None:
             h = drop(h)
         return Result(self.down_proj(h), l1, activity)
 
@@ -477,7 +485,7 @@ class SparseFFN(nn.Module):
         A weight that lost the kernels' strides, as a gathered shard or by assigning to
         `parameter.data`, is copied in every call; setting `backend` stores it anew.
         """
-        parts = self._modules  # an attribute of a module takes nn.Module half a microsecond
+        parts = self.parts  # an attribute of a module takes nn.Module half a microsecond
         gate, up = tensors_of(parts.get("gate_proj")), tensors_of(parts["up_proj"])
         down = tensors_of(parts["down_proj"])
         tensors = [rows, gate[0], up[0], down[0], gate[1], up[1], down[1]]
