@@ -187,8 +187,9 @@ def sites(model: nn.Module) -> list[Site]:
     result: dict[tuple[int, str], Site] = {}  # several owners may hold one module
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
-            adapter = None if module is None else _adapter_of(module)
-            if adapter is None:
+            if module is None or SLOT in module._modules:
+                continue
+            if (adapter := _adapter_of(module)) is None:
                 continue
             if name in WRAPPED:
                 raise ValueError(
@@ -196,8 +197,7 @@ def sites(model: nn.Module) -> list[Site]:
                     "sparsify before wrapping or sharding"
                 )
             place = (id(module), SLOT) if adapter.renamed else (id(owner), name)
-            if SLOT not in module._modules:
-                result[place] = Site(owner, name, module, adapter)
+            result[place] = Site(owner, name, module, adapter)
     return list(result.values())
 
 
