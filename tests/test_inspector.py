@@ -33,10 +33,11 @@ def test_leading_bits_are_the_nearest(bits):
     assert np.array_equal(np.isnan(rounded), np.isnan(values))
 
 
-@pytest.mark.parametrize("neurons", [300, 65536])
+@pytest.mark.parametrize("neurons", [300, 65536, 2**18])
 def test_a_passage_is_packed_as_it_is(neurons):
     passage, _ = make_trace(SEED, num_tokens=40)
-    passage.indices = (passage.indices.astype(int) * (neurons - 1) // 299).astype(np.uint16)
+    indices = passage.indices.astype(int) * (neurons - 1) // 299
+    passage.indices = indices.astype(passage.dtype(neurons))
     passage.intermediate_size = neurons
     passage.meta["special_ids"] = [passage.token_ids[0].item(), 99]
     header, [(about, packed)] = unpacked(inspector.pack([Side("a", passage)]))

@@ -60,8 +60,8 @@ def unpacked(data):
     for number, about in enumerate(header["sides"]):
         own = [name for name in arrays if name.startswith(f"{number}.")]
         side = {name.split(".")[1]: arrays[name] for name in own}
-        kept = np.minimum(side["counts"].astype(int), about["strongest"] or 65536)
-        gap = side["gap_low"] + 256 * side["gap_high"].astype(int)
+        kept = np.minimum(side["counts"].astype(int), about["strongest"] or about["neurons"])
+        gap = sum(side[f"gap_{n}"].astype(int) << 8 * n for n in range(3))
         assert ("value_2" in side) == about["precise"]
         parts = [np.split(array, kept.cumsum()[:-1]) for array in (gap, floats(side, "value"))]
         side["rows"] = [(gaps.cumsum(), values) for gaps, values in zip(*parts, strict=True)]

@@ -59,6 +59,21 @@ def test_counts_are_those_of_the_dense_layers(records, kind):
         assert np.array_equal([part[:, n] for part in overflows], expected), compression
 
 
+def test_a_record_prints_its_sizes_and_a_trace_is_a_table(records):
+    trace = records["trace"]
+    for kind in ("Trace", "Aggregate"):
+        shown = repr(records[kind.lower()])
+        assert shown == f"{kind}(592 tokens, 2 layers of 600 neurons)"
+    table = trace.to_frame()
+    assert len(table) == 2 * 592 and list(table["layer"][:3]) == [0, 1, 0]
+    counts = table.pivot(index="layer", columns="token", values="active")
+    assert np.array_equal(counts, trace.counts())
+    for name, values in (("text", trace.strings), ("position", trace.position)):
+        assert table[name].tolist() == np.repeat(values, 2).tolist()
+    assert np.array_equal(table["logprob"], np.repeat(trace.logprob, 2), equal_nan=True)
+    assert trace.part(0, 0).to_frame().empty
+
+
 def test_layers_and_parts_of_a_trace(records):
     trace = records["trace"]
     active, h = dense(trace)

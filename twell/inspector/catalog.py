@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import trace
-from twell.inspector.packing import block, leading_bytes
+from twell.inspector.packing import block, leading_bytes, least
 from twell.inspector.side import Side
 from twell.models import last_norm, sparse_ffns
 
@@ -92,8 +92,8 @@ class Catalog:
         at = np.concatenate([aggregate.top_at, aggregate.quantile_at], -1)
         inside = np.searchsorted(aggregate.text_at, at) + 1
         return {}, {
-            "gap": _least(np.diff(aggregate.text_at, prepend=0)),
-            "text": _least(np.searchsorted(aggregate.token_ids, aggregate.text)),
+            "gap": least(np.diff(aggregate.text_at, prepend=0)),
+            "text": least(np.searchsorted(aggregate.token_ids, aggregate.text)),
             "lengths": aggregate.lengths.astype(np.uint32),
             "at": np.where(at >= 0, inside, 0).astype(np.uint32),  # from 1; 0: none
         }
@@ -102,9 +102,9 @@ class Catalog:
         aggregate = self.side.aggregate
         value = np.concatenate([aggregate.top_value, aggregate.quantile_value], -1)[layer]
         return {}, {
-            "histogram": _least(aggregate.value_histogram[layer]),
+            "histogram": least(aggregate.value_histogram[layer]),
             "near": aggregate.near[layer],
-            "together": (aggregate.together_at[layer] + 1).astype(np.uint16),  # from 1; 0: none
+            "together": least(aggregate.together_at[layer] + 1),  # from 1; 0: none
             **leading_bytes("phi", aggregate.together[layer], 3),
             **leading_bytes("value", value, 3),
         }
@@ -115,10 +115,10 @@ class Catalog:
         if (norm := last_norm(self.side.model)) is not None:
             ids, values = self._promoted(norm, rows["down"])
             known, index = np.unique(ids, return_inverse=True)
-            arrays = {"word": _least(index), **leading_bytes("change", values, 3)}
+            arrays = {"word": least(index), **leading_bytes("change", values, 3)}
         kin = self._kin(layer, rows)
         for name, (at, cosine) in kin.items():
-            arrays |= {name: _least(at), **leading_bytes(f"{name}_cosine", cosine, 3)}
+            arrays |= {name: least(at), **leading_bytes(f"{name}_cosine", cosine, 3)}
         strings = trace.token_strings(self.side.tokenizer, list(known))
         return {"strings": strings, "like": [*kin]}, arrays
 
@@ -232,9 +232,4 @@ def _peaks(aggregate: trace.Aggregate) -> np.ndarray:
     for row, tokens in enumerate(token.tolist()):
         different = [one for one in dict.fromkeys(tokens) if one][:PEAKS]
         peaks[row, : len(different)] = different
-    return _least(peaks)
-
-
-def _least(numbers: np.ndarray) -> np.ndarray:
-    """Return numbers from 0 in the smallest type that the browser reads."""
-    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
+    return least(peaks)

@@ -44,6 +44,11 @@ def leading_bytes(name: str, values: np.ndarray, number: int) -> dict[str, np.nd
     return {f"{name}_{n}": (whole >> shift).astype(np.uint8) for n, shift in enumerate(shifts)}
 
 
+def least(numbers: np.ndarray) -> np.ndarray:
+    """Return numbers from 0 in the smallest type that the browser reads."""
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
+
+
 def block(header: dict, arrays: dict[str, np.ndarray], level: int) -> bytes:
     """Return a header and arrays, compressed (zlib).
 
@@ -108,8 +113,8 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     token: which of the header's strings and ids; starts: the first token of each sequence, and the
     end; position; logprob float32; of each row: counts of active neurons, the largest count in a
     tile, and total, the sum of |h| (bf16); of the entries kept, byte by byte, which compresses
-    better: gap, the distance to the neuron before it in the row (the first: to 0), low byte and
-    high byte, and value, the leading bytes of its float32: two (bf16), or three where `precise`.
+    better: gap, the distance to the neuron before it in the row (the first: to 0), three bytes from
+    the last, and value, the leading bytes of its float32: two (bf16), or three where `precise`.
     fires [L * N], only where entries are missing: the tokens that activate each neuron. rate
     [L * N] (bf16), only with an aggregate: the fraction of its tokens that do. expected and
     probability (bf16), only where a model ran: of each token the likeliest next ones, which of the
@@ -125,7 +130,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         kept[order] = rank < strongest
     neuron = passage.indices.astype(np.int64)[kept]
     first = np.diff(rows[kept], prepend=-1) > 0
-    gap = np.where(first, neuron, np.diff(neuron, prepend=0)).astype(np.uint16)
+    gap = np.where(first, neuron, np.diff(neuron, prepend=0))
     starts = np.flatnonzero(np.diff(passage.sequence, prepend=-1))
     total = np.bincount(rows, weights=np.abs(passage.values), minlength=len(counts))
     arrays = {
@@ -133,11 +138,10 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "starts": np.append(starts, passage.num_tokens).astype(np.uint32),
         "position": passage.position.astype(np.uint32),
         "logprob": passage.logprob.astype(np.float32),
-        "counts": counts.astype(np.uint16),
+        "counts": least(counts),
         "tile_max": fullest_tile(passage).reshape(-1).astype(np.uint16),
         "total": _bfloat16(total),
-        "gap_low": (gap & 255).astype(np.uint8),
-        "gap_high": (gap >> 8).astype(np.uint8),
+        **{f"gap_{n}": (gap >> 8 * n & 255).astype(np.uint8) for n in range(3)},
     }
     arrays |= leading_bytes("value", passage.values[kept], 3 if precise else 2)
     if strongest is not None:

@@ -17,7 +17,7 @@ PLACES = ("top_at", "quantile_at", "together_at")  # -1 for none
 PLAIN = {"near": np.int8, "together_at": np.int64, "together": np.float32}
 
 
-@dataclass
+@dataclass(repr=False)
 class Aggregate(files.Record):
     """Counts of T tokens in S sequences, under a model of L layers with N neurons each.
 

@@ -22,6 +22,10 @@ class Record:
     kind: ClassVar[str]  # "a trace"
     compression: ClassVar[int]  # one of zipfile's constants
 
+    def __repr__(self) -> str:
+        layers = f"{self.num_layers} layers of {self.intermediate_size:,} neurons"
+        return f"{type(self).__name__}({self.num_tokens:,} tokens, {layers})"
+
     @classmethod
     def arrays(cls) -> list[str]:
         """Return the names of the fields that are arrays."""

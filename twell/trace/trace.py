@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import pandas as pd
 import scipy.sparse
 
 from twell.trace import files
@@ -14,7 +15,7 @@ from twell.trace import files
 PER_TOKEN = ("token_ids", "strings", "logprob", "sequence", "position")
 
 
-@dataclass
+@dataclass(repr=False)
 class Trace(files.Record):
     """T tokens, traced through a model of L layers with N neurons each.
 
@@ -32,7 +33,7 @@ class Trace(files.Record):
     sequence: np.ndarray  # int32 [T], number of the token's sequence
     position: np.ndarray  # int32 [T], from 0 within the sequence
     indptr: np.ndarray  # int64 [L * T + 1]
-    indices: np.ndarray  # uint16
+    indices: np.ndarray  # `Trace.dtype` of N
     values: np.ndarray  # float32
     intermediate_size: int  # N
     meta: dict = field(default_factory=dict)  # where model and text came from
@@ -53,6 +54,11 @@ class Trace(files.Record):
         if entries and self.indices.max() >= self.intermediate_size:
             raise ValueError(f"neuron {self.indices.max()} in a layer of {self.intermediate_size}")
 
+    @staticmethod
+    def dtype(intermediate_size: int) -> np.dtype:
+        """Return the type of neuron numbers in a layer of this size: uint16, or uint32."""
+        return np.min_scalar_type(max(intermediate_size - 1, 256))
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
@@ -71,10 +77,11 @@ class Trace(files.Record):
         layers = range(self.num_layers if stop > start else 0)
         parts = [self.layer(layer)[start:stop] for layer in layers]
         # The empty first arrays keep the dtype where no layer is left.
+        indices = np.concatenate([self.indices[:0], *(h.indices for h in parts)])
         return Trace(
             **{name: getattr(self, name)[start:stop] for name in PER_TOKEN},
             indptr=np.concatenate([[0], *(np.diff(h.indptr) for h in parts)]).cumsum(),
-            indices=np.concatenate([self.indices[:0], *(h.indices for h in parts)]).astype("u2"),
+            indices=indices.astype(self.indices.dtype),
             values=np.concatenate([self.values[:0], *(h.data for h in parts)]),
             intermediate_size=self.intermediate_size,
             meta=self.meta,
@@ -90,6 +97,17 @@ class Trace(files.Record):
         shape = (self.num_tokens, self.intermediate_size)
         indices = self.indices[entries].astype(np.int32)
         return scipy.sparse.csr_array((self.values[entries], indices, rows - rows[0]), shape)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return a row for each token and layer.
+
+        Columns: token, its number; text; sequence, position; logprob; layer; active, the number of
+        active neurons.
+        """
+        token, layer = np.indices((self.num_tokens, self.num_layers)).reshape(2, -1)
+        table = {"token": token, "text": [self.strings[number] for number in token]}
+        table |= {name: getattr(self, name)[token] for name in ("sequence", "position", "logprob")}
+        return pd.DataFrame(table | {"layer": layer, "active": self.counts()[layer, token]})
 
     def counts(self) -> np.ndarray:
         """Return the active neurons of each token in each layer, int32 [L, T]."""

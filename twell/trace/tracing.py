@@ -31,7 +31,8 @@ MOST_TOKENS = 2**20  # of a run's aggregate, if no number is given
 class Recorder:
     """An observer that keeps everything, of the layers in the order of batches."""
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, intermediate_size: int):
+        self.dtype = Trace.dtype(intermediate_size)
         # Of each layer and batch: active neurons of each token, indices, values.
         self.layers: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(num_layers)]
         self.logprob: list[np.ndarray] = []
@@ -42,7 +43,7 @@ class Recorder:
     def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
         counts = torch.bincount(token, minlength=self.num_tokens)
         counts, neuron, value = (t.cpu().numpy() for t in (counts, neuron, value))
-        self.layers[layer].append((counts, neuron.astype(np.uint16), value))
+        self.layers[layer].append((counts, neuron.astype(self.dtype), value))
 
     def end(self, logprob: Tensor) -> None:
         self.logprob.append(logprob.reshape(-1).cpu().numpy())
@@ -51,12 +52,12 @@ class Recorder:
 def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
     """Return `trace_tokens` without the strings of the tokens."""
     ffns = sparse_ffns(model)
-    recorder = Recorder(len(ffns))
+    recorder = Recorder(len(ffns), ffns[0].intermediate_size)
     watch(model, sequences, batch, recorder)
     parts = [part for layer in recorder.layers for part in layer]
     counts, indices, values = (
         concatenate([part[n] for part in parts], dtype)
-        for n, dtype in enumerate((np.int64, np.uint16, np.float32))
+        for n, dtype in enumerate((np.int64, recorder.dtype, np.float32))
     )
     token_ids, lengths = concatenate(sequences, np.int32), list(map(len, sequences))
     return Trace(

@@ -74,18 +74,18 @@ class Side {
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
     this.special = new Set(about.special);
     this.memory = new Map();
-    this.unpackNeurons(array("gap_low"), array("gap_high"), about.strongest ?? Infinity);
+    this.unpackNeurons([0, 1, 2].map((n) => array(`gap_${n}`)), about.strongest ?? Infinity);
   }
 
   // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
-  unpackNeurons(low, high, most) {
+  unpackNeurons([low, middle, high], most) {
     this.pointer = new Uint32Array(this.counts.length + 1);
-    this.neuron = new Uint16Array(low.length);
+    this.neuron = new Uint32Array(low.length);
     for (let row = 0; row < this.counts.length; row++) {
       this.pointer[row + 1] = this.pointer[row] + Math.min(this.counts[row], most);
       let neuron = 0;
       for (let at = this.pointer[row]; at < this.pointer[row + 1]; at++) {
-        neuron += low[at] | (high[at] << 8);
+        neuron += low[at] | (middle[at] << 8) | (high[at] << 16);
         this.neuron[at] = neuron;
       }
     }
