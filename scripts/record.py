@@ -37,13 +37,15 @@ FEWEST, FEW = "1,2,4,8,16", "32,64,96,128,192,256,512,1024,2048"
 FUZZ = 100_000, 102_500, 105_000, 107_500
 OPT = "--tokens 65536,2048,64,1 --non-gated"
 TRAIN = (
-    "twell train 85m source={corpus}/train valid_source={corpus}/valid.jsonl.xz batch_tokens=32768 "
-    "micro_batch=32 compile=true valid_every=10000 tokens=5e7 learning_rate=1e-3"
+    "twell train 85m source={corpus}/train valid_source={corpus}/valid.jsonl.xz "
+    "parse_special=true batch_tokens=32768 micro_batch=32 compile=true valid_every=10000 "
+    "tokens=5e7 learning_rate=1e-3"
 )
 # 77 steps of one model on one GPU, and on all of --gpus with DDP and with FSDP2. A step has the
 # same tokens on any number of GPUs. Layers train sparsely from about half of the steps on.
 SPREAD = (
     "twell train 171m source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
+    "parse_special=true "
     "batch_tokens=131072 micro_batch=32 warmup_steps=20 log_every=4 valid_every=10000 "
     "checkpoint_every=0 tokens=1e7 backend=auto compile=true l1_coefficient=6e-4 "
     "--out {{out}}/runs/{}"
@@ -58,6 +60,7 @@ QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 
 # sequences: with as many in a micro-batch the compiled code has one size.
 RELUFY = (
     "twell relufy {{model}} source={{corpus}}/train valid_source={{corpus}}/valid.jsonl.xz "
+    "parse_special=true "
     "compile=true checkpoint_every=0 batch_tokens=32768 micro_batch=32 "
     "tokens={tokens} l1_zero_steps={stage} valid_every={valid} l1_stage_steps={stage} "
     "log_every={log} learning_rate={rate} {fields} fit_tokens={fit} --out {run}"

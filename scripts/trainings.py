@@ -15,7 +15,7 @@ from pathlib import Path
 RECORDED = Path(__file__).parents[1] / "data" / "runs"
 TEXT = (
     "source=corpus/train valid_source=corpus/valid.jsonl.xz compile=true checkpoint_every=0 "
-    "tokenizer=corpus/tokenizer-"
+    "parse_special=true tokenizer=corpus/tokenizer-"
 )
 SMALL = (
     f"85m {TEXT}16k batch_tokens=32768 micro_batch=32 log_every=32 valid_every=512 "

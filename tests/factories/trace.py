@@ -4,6 +4,8 @@ import itertools
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from twell.trace import Aggregate, Trace
 from twell.trace.counter import Counter
@@ -13,13 +15,7 @@ DEAD, OFTEN, AT_MOST_ONCE = 7, 8, 9  # neurons of `random_activity`
 BELOW_4 = np.nextafter(np.float32(4), np.float32(0))
 # 0, -0.0, ties, powers of two, tiny and huge values.
 ODD = (0.0, -0.0, 1.0, -1.0, 2.0, 2.0, 1e-20, -1e-20, BELOW_4, -4.0, 1000.0)
-
-
-class Words:
-    """Stands for a tokenizer: token 5 is "<5>"."""
-
-    def decode(self, ids):
-        return f"<{ids[0]}>"
+NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel()))  # 5 is "<5>"
 
 
 def random_activity(seed, lengths=LENGTHS, layers=2, neurons=600, rate=0.05):
@@ -61,7 +57,7 @@ def aggregate_of(trace: Trace, batch=3, seed=0, max_bytes=10**9) -> Aggregate:
     show(trace, range(len(sequences)), batch, counter)
     near = counter.near(sequences)
     show(trace, np.searchsorted(starts, near.starts).tolist(), batch, near)
-    return counter.finish(sequences, near, Words(), max_bytes, {})
+    return counter.finish(sequences, near, NO_WORDS, max_bytes, {})
 
 
 def show(trace, numbers, batch, observer):

@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from tokenizers import AddedToken
 
-from tests.factories import SEED
+from tests.factories import SEED, tokenizers
 from twell import analysis, corpus, models, results, trace
 from twell.trace import tracing, watch
 
@@ -82,6 +83,17 @@ def test_a_trace_is_what_the_layers_compute(loaded):
         start += len(sequence)
 
 
+def test_neurons_beyond_16_bits_keep_their_numbers(loaded):
+    sizes = {"intermediate_size": 66_000, "hidden_size": 8, "num_hidden_layers": 1}
+    config = models.SparseLlamaConfig(vocab_size=320, num_attention_heads=2, **sizes)
+    torch.manual_seed(SEED)
+    model = models.SparseLlamaForCausalLM(config).eval()
+    traced = trace.trace_tokens(model, loaded[1], [[1, 2, 3]])
+    ((_, h),), _ = layers_of(model, [1, 2, 3])
+    assert np.array_equal(traced.indices, h.numpy().nonzero()[1]) and traced.indices.max() > 65_535
+    assert traced.part(1, 2).indices.max() > 65_535
+
+
 @pytest.mark.parametrize(
     ("sequence", "words"),
     [
@@ -109,7 +121,41 @@ def test_text_is_cut_into_contexts_and_read_back(loaded):
     assert "\ufffd" not in "".join(plain)
     with pytest.raises(ValueError, match="the text is empty"):
         trace.trace_text(model, tokenizer, "")
-    assert len(set(trace.token_strings(tokenizer, range(320)))) == 320  # no two look the same
+    assert len(set(trace.token_strings(tokenizer, range(330)))) == 330  # no two look the same
+
+
+STRINGS = {  # of "a a é"
+    "byte_level": ["a", " a", " ", "<0xC3>", "<0xA9>"],
+    "tiktoken": ["a", " a", " ", "<0xC3>", "<0xA9>"],
+    "sentencepiece": [" a", " a", " ", "<0xC3>", "<0xA9>"],
+    "unigram": [" ", "a", " ", "a", " ", "<unk>"],
+    "wordpiece": [" a", " a", "<unk>"],
+    "characters": ["a", " ", "a", " ", "<unk>"],
+    "words": ["a", "a", "<unk>"],
+    "Slow": ["a", " ", "a", " ", "é"],
+}
+
+
+@pytest.mark.parametrize("kind", tokenizers.KINDS)
+def test_strings_are_what_the_tokenizer_decodes(kind):
+    tokenizer = kind()
+
+    def strings(text):
+        return trace.token_strings(tokenizer, trace.encode(tokenizer, text))
+
+    assert strings("a a é") == STRINGS[kind.__name__]
+    assert trace.token_strings(tokenizer, []) == []
+    text = "the cats  don't sat. <fire>"
+    if kind.__name__ != "words":  # which have no decoder
+        decoded = tokenizer.decode(trace.encode(tokenizer, text))
+        assert "".join(strings(text)).removeprefix(" ") == decoded.removeprefix(" ")
+    added = ["éé", "ü b", "▁▁"]  # letters that stand for bytes, and for spaces
+    tokenizer.add_tokens([AddedToken(name, normalized=False) for name in added])
+    tokenizer.add_special_tokens({"pad_token": "<é▁>"})
+    ids = tokenizer.convert_tokens_to_ids([*added, "<é▁>"])
+    shown = [text.removeprefix(" ") for text in trace.token_strings(tokenizer, ids)]
+    spaces = " " if kind.__name__ in ("sentencepiece", "unigram") else "▁▁"
+    assert shown == ["éé", "ü b", spaces, "<é▁>"]
 
 
 def test_held_out_sequences_are_of_single_documents(loaded, tiny_text):

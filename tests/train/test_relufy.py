@@ -331,9 +331,9 @@ def test_the_teacher_writes_conversations(tmp_path, tiny_text, monkeypatch):
     assert all(text.startswith("U: ") for text in texts)
     # An end of text does not end a conversation, and is one again when it is read.
     assert "<|endoftext|>" in "".join(text[3:] for text in texts)
-    ids = [encode(tokenizer, text) for text in texts]
-    assert tokenizer.eos_token_id in sum(ids, [])
-    assert all(one[:2] == encode(tokenizer, "U: ")[:2] for one in ids)
+    ids = given.prepare_text()[1].tokens.tolist()  # of all but each 20th
+    assert ids.count(tokenizer.eos_token_id) > 94 - 94 // 20
+    assert ids[:2] == encode(tokenizer, "U: ")[:2]
     # The same teacher's texts are another file.
     plain = relufy_config(folder, [*fields[:-2], "tokens=1024"], said.append)
     assert plain.source != given.source

@@ -16,8 +16,8 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         ".sources": "HOLD_OUT_EVERY NO_SOTU SUFFIXES checked_text documents source_files split",
-        ".tokens": "CHECKSUMS Corpus ENCODED_TOGETHER END_OF_TEXT beginning load_tokenizer "
-        "prepare train_tokenizer",
+        ".tokens": "CHECKSUMS Corpus ENCODED_TOGETHER END_OF_TEXT beginning encode "
+        "load_tokenizer prepare train_tokenizer",
         ".blocks": "Blocks Stream",
         ".passages": "continuations last_words",
     },

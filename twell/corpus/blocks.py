@@ -58,9 +58,9 @@ class Stream:
     """Blocks of `context` tokens from a streamed data set; each process reads its own share.
 
     source: "hf:NAME[:CONFIG]", its split "train". The first documents, of `valid_tokens` tokens,
-    are held out in `valid` (1-D array). After its last document the stream starts again. Raises
-    ValueError or FileNotFoundError, naming the source, when it cannot be read or has no column
-    "text".
+    are held out in `valid` (1-D array). After its last document the stream starts again.
+    parse_special: see `encode`. Raises ValueError or FileNotFoundError, naming the source, when it
+    cannot be read or has no column "text".
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Stream:
         valid_tokens: int,
         process: int = 0,
         num_processes: int = 1,
+        parse_special: bool = False,
     ):
         try:
             import datasets
@@ -80,6 +81,7 @@ class Stream:
             message = f"{source} needs the package datasets: pip install datasets"
             raise ModuleNotFoundError(message) from None
         self.source, self.tokenizer, self.context = source, tokenizer, context
+        self.parse_special = parse_special
         name, _, part = source.removeprefix("hf:").partition(":")
         try:
             stream = datasets.load_dataset(name, part or None, split="train", streaming=True)
@@ -109,7 +111,8 @@ class Stream:
                 seen = f"one is {text!r}" if "text" in row else f"it has {', '.join(row)}"
                 raise ValueError(f'{self.source} has no column "text" with strings; {seen}')
             text = checked_text(text, f"a document of {self.source}")
-            yield [*encode(self.tokenizer, text), self.tokenizer.eos_token_id]
+            ids = encode(self.tokenizer, text, parse_special=self.parse_special)
+            yield [*ids, self.tokenizer.eos_token_id]
 
     def draw(self, numbers: Iterable[int]) -> torch.Tensor:
         """Return the next len(numbers) blocks, int64 [len(numbers), context].

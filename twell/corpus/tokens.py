@@ -7,15 +7,15 @@ import importlib.metadata
 import itertools
 import json
 import os
-import shutil
+import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from twell.corpus.sources import HOLD_OUT_EVERY, NO_SOTU, source_files, split
 
@@ -84,17 +84,48 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Return a text's token ids, after what the tokenizer begins every text with."""
-    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    return [*beginning(tokenizer), *ids]
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, parse_special: bool = False
+) -> list[int]:
+    """Return a text's token ids, after what the tokenizer begins every text with.
+
+    See `encode_all`.
+    """
+    return encode_all(tokenizer, [text], parse_special=parse_special)[0]
 
 
-def beginning(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, parse_special: bool = False
+) -> list[list[int]]:
+    """Return the token ids of each text, after what the tokenizer begins every text with.
+
+    parse_special: whether a special token that a text spells, such as <|endoftext|>, becomes that
+    token; otherwise it is text. A text without any token, as the empty one, has no beginning.
+    """
+
+    def ids_of(texts: Sequence[str]) -> list[list[int]]:
+        # verbose=False: tokenizers warn of long texts.
+        options = {"add_special_tokens": False, "verbose": False}
+        return tokenizer(list(texts), split_special_tokens=not parse_special, **options).input_ids
+
+    # Unigram models and models of whole words find special tokens in text all the same, since their
+    # own vocabulary has them. Text that is cut inside such a token does not spell it.
+    special = set() if parse_special else {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    names = [name for name in tokenizer.all_special_tokens if len(name) > 1]
+    cuts = [f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names]
+    begin, rows = beginning(tokenizer), []
+    for text, ids in zip(texts, ids_of(texts), strict=True):
+        if not special.isdisjoint(ids):
+            ids = list(itertools.chain(*ids_of(re.split("|".join(cuts) or "(?!)", text))))
+        rows.append([*begin, *ids] if ids else [])
+    return rows
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the begin-of-text token, as Llama 2 and Mistral put it before a text, or nothing."""
+    options = {"split_special_tokens": True}  # as encode_all: threads may share a tokenizer
     bare, ids = (
-        tokenizer.backend_tokenizer.encode("a", add_special_tokens=special).ids
-        for special in (False, True)
+        tokenizer("a", add_special_tokens=around, **options).input_ids for around in (False, True)
     )
     return ids[:1] if ids[:1] == [tokenizer.bos_token_id] and ids[1:][: len(bare)] == bare else []
 
@@ -119,6 +150,7 @@ def prepare(
     cache: str | Path,
     valid_source: str | None = None,
     tokenizer: str | None = None,
+    parse_special: bool = False,
 ) -> Corpus:
     """Tokenise a source, or read the tokens of the same texts and settings from the cache.
 
@@ -127,6 +159,7 @@ def prepare(
         vocab_size: entries of the tokenizer that is trained on the training text.
         cache: folder for the result, named by a hash of the files' contents and the settings.
         tokenizer: path or hub name of an existing tokenizer to use instead.
+        parse_special: see `encode`.
     Raises ValueError for an empty corpus, a damaged cache or a tokenizer that does not fit.
     """
     given, rules = None, None
@@ -135,7 +168,7 @@ def prepare(
         # As loaded: files beside tokenizer.json may change it, and what comes to one place.
         rules = given.backend_tokenizer.to_str(), given.eos_token_id
     key = {
-        "format": 4,
+        "format": 4 if parse_special else 5,  # versions with 4 and below parsed them
         "texts": [_fingerprints(source), _fingerprints(valid_source)],
         "vocab_size": vocab_size,
         "tokenizer": rules,
@@ -147,7 +180,7 @@ def prepare(
         if model is None:
             texts = (text for part, text in split(source, valid_source) if part == "train")
             model = train_tokenizer(texts, vocab_size)
-        arrays = _tokenize(source, valid_source, model, vocab_size)
+        arrays = _tokenize(source, valid_source, model, vocab_size, parse_special)
         _write(folder, arrays, None if given is not None else model)
     return _read(folder, given)
 
@@ -169,26 +202,28 @@ def _sha256(path: Path) -> str:
 
 
 def _tokenize(
-    source: str, valid_source: str | None, model: PreTrainedTokenizerFast, vocab_size: int
+    source: str,
+    valid_source: str | None,
+    model: PreTrainedTokenizerFast,
+    vocab_size: int,
+    parse_special: bool,
 ) -> dict[str, np.ndarray]:
     """Return the tokens of the parts "train" and "valid"."""
     dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
     pieces: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
-    texts, begin = split(source, valid_source), beginning(model)
+    texts = split(source, valid_source)
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
         # The library spreads a batch over processors, unless TOKENIZERS_PARALLELISM says no.
-        encodings = model.backend_tokenizer.encode_batch_fast(
-            [text for _, text in batch], add_special_tokens=False
-        )
-        for (part, _), encoding in zip(batch, encodings, strict=True):
-            if encoding.ids:
-                ids = [*begin, *encoding.ids, model.eos_token_id]
-                pieces[part].append(np.array(ids, dtype=dtype))
+        rows = encode_all(model, [text for _, text in batch], parse_special=parse_special)
+        for (part, _), ids in zip(batch, rows, strict=True):
+            if ids:
+                pieces[part].append(np.array([*ids, model.eos_token_id], dtype=dtype))
     for part, arrays in pieces.items():
         if not arrays:
+            of = source if part == "train" or valid_source is None else valid_source
             raise ValueError(
-                f"the {part} part of {source} is empty: "
-                f"no document with text ({HOLD_OUT_EVERY} are needed)"
+                f"the {part} part of {of} is empty; it needs a document with text. Without a "
+                f"valid_source every {HOLD_OUT_EVERY}th is held out, or the end of each of fewer"
             )
     return {part: np.concatenate(arrays) for part, arrays in pieces.items()}
 
@@ -200,23 +235,23 @@ def _write(
 
     trained: the tokenizer, where it is of this text.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    place = {"dir": folder.parent, "prefix": f".{folder.name}."}
     try:
-        if trained is not None:
-            trained.save_pretrained(temporary)
-        for part, array in arrays.items():
-            np.save(temporary / f"{part}.npy", array)
-        sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
-        (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
-        os.rename(temporary, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as name:
+            temporary = Path(name)
+            if trained is not None:
+                trained.save_pretrained(temporary)
+            for part, array in arrays.items():
+                np.save(temporary / f"{part}.npy", array)
+            sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
+            (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
+            os.rename(temporary, folder)
     except OSError as error:
         if not folder.is_dir():  # else another process was first, with the same contents
             reason = error.strerror or error
             message = f"{folder} could not be written: {reason}; TWELL_CACHE names another place"
             raise OSError(message) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _read(folder: Path, given: PreTrainedTokenizerFast | None) -> Corpus:

@@ -41,12 +41,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
     Raises ValueError for an empty one, and lone surrogates.
     """
-    text = corpus.checked_text(text, "the text")
-    # verbose=False: tokenizers warn of long texts, but `cut` takes texts of any length.
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+    ids = corpus.encode(tokenizer, corpus.checked_text(text, "the text"))
     if not ids:
         raise ValueError("the text is empty; give at least one character")
-    return [*corpus.beginning(tokenizer), *ids]
+    return ids
 
 
 def cut(token_ids: Sequence[int], model: PreTrainedModel) -> list[Sequence[int]]:
@@ -80,14 +78,41 @@ def held_out(
 
 
 def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; a part of a character shows its bytes, as in <0xF0>."""
+    """Return the text of each token inside a text, spaces included, as the tokenizer decodes it.
+
+    A part of a character shows its bytes, as in <0xF0>; an id without a token is <500>.
+    """
+    ids, places = np.unique(np.asarray(token_ids, dtype=np.int64), return_inverse=True)
+    special, added = set(tokenizer.all_special_ids), tokenizer.added_tokens_decoder
+    decode = tokenizer.convert_tokens_to_string
+    decodes = not tokenizer.is_fast or tokenizer.backend_tokenizer.decoder is not None
+    # Decoders treat the first and the last token of a text in ways of their own, so each gets
+    # neighbours; none behind it where the decoder puts spaces between words.
+    after = "a" if decode(["a", "a"]) == "aa" else ""
+
+    def string(token: int) -> str:
+        name = tokenizer.convert_ids_to_tokens(token)
+        if name is None:
+            return f"<{token}>"
+        if token in special or not decodes:
+            return name
+        text = decode(["a", name, *after]).removeprefix("a").removesuffix(after)
+        if "\ufffd" in text:
+            return name if token in added else _bytes(name)
+        return text or name
+
+    strings = [string(token) for token in ids.tolist()]
+    return [strings[place] for place in places]
+
+
+def _bytes(name: str) -> str:
+    """Return what a token is whose bytes are no whole characters."""
     # Byte-level BPE writes every byte as a printable character.
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    strings: dict[int, str] = {}
-    for token in np.unique(np.asarray(token_ids)).tolist():
-        strings[token] = tokenizer.decode([token])
-        if "\ufffd" in strings[token]:
-            characters = tokenizer.convert_ids_to_tokens(token)
-            if all(character in byte_of for character in characters):
-                strings[token] = "".join(f"<0x{byte_of[one]:02X}>" for one in characters)
-    return [strings[int(token)] for token in token_ids]
+    if not byte_of.keys() >= set(name):
+        return name
+    raw = bytes(byte_of[character] for character in name)
+    try:
+        return raw.decode()  # U+FFFD itself, or a token that is called <0xF0>
+    except UnicodeDecodeError:
+        return "".join(f"<0x{byte:02X}>" for byte in raw)

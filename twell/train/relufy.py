@@ -341,8 +341,10 @@ def relufy_config(
     if "source" in given and not loaded.sampled_share:
         return loaded
     file = write_samples(folder, tokenizer, loaded, say)
-    text = {"samples": file.name} if "source" in given else {"source": str(file)}
-    return dataclasses.replace(loaded, **text)
+    if "source" in given:
+        return dataclasses.replace(loaded, samples=file.name)
+    parse = loaded.parse_special or loaded.sampled_chat
+    return dataclasses.replace(loaded, source=str(file), parse_special=parse)
 
 
 def _check_given(given: Sequence[str], fields: Iterable[str], name: str | Path) -> None:

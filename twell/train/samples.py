@@ -72,7 +72,6 @@ def write_samples(
     about += [header] * config.sampled_chat
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     path = cache_folder() / f"samples-{name}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{path}.lock"):
         if path.is_file():
             return path
@@ -142,7 +141,7 @@ def chat_header(tokenizer: PreTrainedTokenizerFast) -> str:
 def _first(tokenizer: PreTrainedTokenizerFast, header: str) -> list[int]:
     """Return the ids after which the teacher writes: the header's, or the begin-of-text token."""
     if header:
-        return encode(tokenizer, header)
+        return encode(tokenizer, header, parse_special=True)
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     return [end if begin is None else begin]
 
