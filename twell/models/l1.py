@@ -128,7 +128,10 @@ def l1_by_layer(
     )
     terms = [l1 for ffn in sparse_ffns(model) if (l1 := ffn.outbox.last) is not None]
     if not terms:
-        raise RuntimeError("the layers kept no L1 term: run the model in training mode first")
+        raise RuntimeError(
+            "the layers kept no L1 term: run the model in training mode first; with labels, "
+            "SparseLlamaForCausalLM has it in output.l1"
+        )
     if _has_two_parts(model) and (token_mask is not None or num_tokens is not None):
         raise ValueError(TWO_PARTS)
     return _by_layer(terms, token_mask, num_tokens)

@@ -1,0 +1,63 @@
+"""`twell.tune`: the paths of a model's layers, fixed by the activity of a batch."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import twell
+from tests.factories.models import make, stock, tokens
+from twell.models import sparse_ffns
+
+
+def true_activity(model, x):
+    """Active neurons of a token and of blocks of 64 tokens, by layer, from dense activations."""
+    active, unions, hooks = [], [], []
+
+    def look(ffn, inputs):
+        g = ffn.activations(inputs[0])[0].reshape(-1, ffn.intermediate_size) != 0
+        active.append(float(g.sum(1).double().mean()))
+        unions.append(float(g.view(-1, 64, ffn.intermediate_size).any(1).sum(1).double().mean()))
+
+    for ffn in sparse_ffns(model):
+        hooks.append(ffn.register_forward_pre_hook(look))
+    with torch.no_grad():
+        model(input_ids=x)
+    [hook.remove() for hook in hooks]
+    return active, unions
+
+
+@pytest.mark.parametrize("kind", ["own", "sparsified"])
+def test_the_activity_of_a_batch_is_kept_and_saved(kind, tmp_path):
+    model, x = make() if kind == "own" else stock("qwen2"), tokens(4, 16)
+    if kind == "sparsified":
+        twell.sparsify(model, backend="auto")
+    model.train()
+    table = twell.tune(model, x)
+    assert model.training and len(table) == 3
+    active, unions = true_activity(model.eval(), x)
+    assert table["active"].tolist() == pytest.approx(active, abs=0.051)
+    assert table["union of 64"].tolist() == pytest.approx(unions, abs=0.051)
+    choosers = [ffn.chooser for ffn in sparse_ffns(model)]
+    assert [c.observed for c in choosers] == [*zip(active, unions, strict=True)]
+    assert not any(chooser.begin(64) for chooser in choosers)  # nothing is due any more
+
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    if kind == "sparsified":
+        twell.sparsify(again, backend="auto")
+    for before, ffn in zip(choosers, sparse_ffns(again), strict=True):
+        assert ffn.chooser.plans == before.plans and not ffn.chooser.begin(64)
+    assert twell.tune(again, None) is None
+    assert all(ffn.chooser.begin(64) for ffn in sparse_ffns(again))
+    again.save_pretrained(tmp_path / "counting")
+    assert "ffn_activity" not in (tmp_path / "counting" / "config.json").read_text()
+
+
+def test_a_layer_that_does_not_run_cannot_be_tuned():
+    model = make()
+    model.model.layers[1].forward = lambda hidden, **_: hidden
+    with pytest.raises(ValueError, match="1 of 3 layers did not run"):
+        twell.tune(model, tokens(1, 64))
+    model.config.ffn_activity = [[64, 3, 9]]
+    with pytest.raises(ValueError, match="of 1 layers, and the model has 3"):
+        type(model)(model.config)
