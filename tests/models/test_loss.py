@@ -1,5 +1,8 @@
 """The loss and its L1 term, over micro-batches, with padding in every kind of mask."""
 
+import asyncio
+import contextvars
+import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -175,7 +178,10 @@ def test_what_a_block_holds():
         separate = [model(input_ids=x).l1.detach() for x in (first, second)]
     assert_close(outer.mean().detach(), (24 * separate[0] + 5 * separate[1]) / 29)
     assert_close(inner.by_layer(), outer.by_layer()[1:2])
-    model.model.layers[2].forward = lambda hidden, **_: hidden  # a pass may skip a layer
+    with outer, torch.no_grad():  # a block of its own, without what the collector held
+        model.eval()(input_ids=first)
+    assert_close(outer.mean(), separate[0])
+    model.train().model.layers[2].forward = lambda hidden, **_: hidden  # a pass may skip a layer
     output = model(input_ids=first, labels=first)
     with collect_l1(model) as terms:
         model(input_ids=first)
@@ -187,30 +193,90 @@ def test_what_a_block_holds():
         terms.mean()
 
 
+def test_a_layer_in_two_places_counts_in_both():
+    """As the same model with two layers of the same weights."""
+    apart, x, mask = make().double(), tokens(2, 9), torch.ones(2, 9)
+    mask[0, :4] = 0
+    apart.model.layers[2].mlp.load_state_dict(apart.model.layers[0].mlp.state_dict())
+    shared = copy.deepcopy(apart)
+    shared.model.layers[2].mlp = shared.model.layers[0].mlp
+    for given in ({"attention_mask": mask}, {"num_items_in_batch": 40, "num_tokens_in_batch": 50}):
+        results = [model(input_ids=x, labels=x, **given) for model in (apart, shared)]
+        assert_close(results[1].l1, results[0].l1)
+        assert_close(results[1].loss, results[0].loss)
+
+
+def test_blocks_end_in_any_order_and_context():
+    model, x = sparsify(stock("qwen2")), tokens(2, 6)
+    first, second = collect_l1(model), collect_l1(model)
+    first.__enter__()
+    second.__enter__()
+    model(input_ids=x)
+    with pytest.raises(RuntimeError, match="this collector is open already"):
+        first.__enter__()
+    first.__exit__(None)
+    model(input_ids=x)
+    contextvars.copy_context().run(second.__exit__, None)  # as of a generator that is closed late
+    model(input_ids=x)
+    assert (len(first.terms), len(second.terms)) == (3, 6)
+
+    async def job(x):
+        with collect_l1(model) as terms:
+            for _ in range(3):
+                model(input_ids=x)
+                await asyncio.sleep(0)
+        return len(terms.terms), {l1.shape for _, l1 in terms.terms}
+
+    async def jobs():
+        return await asyncio.gather(*(job(x[:, :length]) for length in range(1, 6)))
+
+    assert asyncio.run(jobs()) == [(9, {(2, length)}) for length in range(1, 6)]
+
+
+# --- torch.compile
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def broken(model):
+    """A layer that torch.compile leaves to Python."""
+    layer = model.model.layers[1]
+    layer.forward = torch.compiler.disable(layer.forward)
+
+
+@pytest.mark.parametrize("change", [None, broken, checkpointed])
 @pytest.mark.parametrize("whole", [False, True])
-def test_compiled_layers_hand_on_the_same(whole):
+def test_compiled_layers_hand_on_the_same(whole, change):
     model, x = make().double(), tokens(2, 9)
     expected, gradient = step(model, input_ids=x, labels=x, use_cache=False)
     stats = [ffn.stats.take() for ffn in model.ffns]
-    options = {"fullgraph": True, "backend": "aot_eager"}
+    if change is not None:
+        change(model)
+    options = {"fullgraph": change is None, "backend": "aot_eager"}
     for layer in () if whole else model.model.layers:
         layer.compile(**options)
     run = torch.compile(model, **options) if whole else model
     for _ in range(2):
         model.zero_grad()
-        output = run(input_ids=x, labels=x, use_cache=False)
+        with collect_l1(model) as terms:
+            output = run(input_ids=x, labels=x, use_cache=False)
         output.loss.backward()
         assert_close(output.l1, expected.l1)
+        assert_close(terms.mean().detach(), expected.l1.detach())
         assert_close(torch.cat([p.grad.flatten() for p in model.parameters()]), gradient, **EXACT)
         for before, ffn in zip(stats, model.ffns, strict=True):
             assert all(map(torch.equal, before, ffn.stats.take()))
-    if not whole:
-        with pytest.raises(RuntimeError, match="ran twice"), collect_l1(model.model) as terms:
-            model.model(input_ids=x, use_cache=False)
-            model.model(input_ids=x, use_cache=False)
-        with collect_l1(model.model) as terms:
-            model.model(input_ids=x, use_cache=False)
-        assert_close(terms.mean(), expected.l1)
+    if change is not checkpointed:
+        one, given = (run, {"labels": x}) if whole else (model.model, {})
+        with pytest.raises(RuntimeError, match="which holds one pass"), collect_l1(model):
+            one(input_ids=x, use_cache=False, **given)
+            one(input_ids=x, use_cache=False, **given)
+        with collect_l1(model), ThreadPoolExecutor(1) as pool:
+            job = pool.submit(collect_l1(model).__enter__)
+            with pytest.raises(RuntimeError, match="another thread or task collects"):
+                job.result()
     torch.compiler.reset()
 
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from torch._subclasses import FakeTensorMode
 
 from tests.factories.sparse import (
     DEVICE,
@@ -40,6 +41,18 @@ def test_auto_follows_what_it_sees(taken, gated, bias):
     assert calls(-x, 11) == "union" and calls(-x, 1) == "dense" and ffn.observed[0] > 60
     assert calls(x, 47) == "dense"  # dense calls count their activity now and then: the 32nd did
     assert calls(x, 1) == "union" and ffn.observed == (3, 3)
+
+
+@triton_here
+def test_a_trace_shows_auto_no_activity(taken):
+    ffn, x = make_auto(), positive(70)
+    with torch.no_grad():
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            for _ in range(3):
+                ffn(mode.from_tensor(x))
+        for _ in range(3):
+            ffn(x)
+    assert ffn.observed == (3, 3)
 
 
 @triton_here

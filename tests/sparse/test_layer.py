@@ -3,6 +3,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from tests.factories.sparse import (
     DEVICE,
@@ -18,6 +19,7 @@ from twell.sparse import reference
 from twell.sparse.activations import get_activation
 from twell.sparse.edit import Edit
 from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
+from twell.sparse.observe import Collector
 
 GATED = pytest.mark.parametrize("gated", [True, False])
 BACKENDS = pytest.mark.parametrize("backend", ["dense", "reference"])
@@ -112,6 +114,54 @@ def test_statistics_count_what_a_loop_counts(backend, gated):
     counted = ffn.stats.take()
     assert torch.equal(counted[0], neurons) and torch.equal(counted[1], histogram)
     assert summarize_activity(*ffn.stats.take())["tokens"] == 0  # taking starts again
+
+
+def exported(ffn, x):
+    torch.export.export(Collecting(ffn), (x,))
+
+
+def traced(ffn, x):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        ffn(mode.from_tensor(x))
+
+
+def batched(ffn, x):
+    values = dict(ffn.named_parameters())
+
+    def loss(values, row):
+        return torch.func.functional_call(ffn, values, (row,)).sum()
+
+    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x)
+
+
+class Collecting(torch.nn.Module):
+    """A model that counts activity by itself, as Llamas do while they train."""
+
+    def __init__(self, ffn):
+        super().__init__()
+        self.ffn = ffn
+
+    def forward(self, x):
+        with Collector([self.ffn], counts=True):
+            return self.ffn(x)
+
+
+@pytest.mark.parametrize("trace", [exported, traced, batched])
+def test_traces_leave_nothing_in_the_statistics(trace):
+    ffn, x = make(), torch.randn(3, 24, dtype=torch.float64)
+    watched(ffn, x, counts=True)
+    expected = ffn.stats.take()
+    with Collector([ffn], counts=True):
+        trace(ffn, x)
+    watched(ffn, x, counts=True)
+    counted = ffn.stats.take()
+    assert all(map(torch.equal, counted, expected)) and type(counted[0]) is torch.Tensor
+    meta = make().to("meta")  # and weights that come later
+    watched(meta, x.to("meta"), counts=True)
+    meta = meta.to_empty(device="cpu")
+    meta.load_state_dict(ffn.state_dict())
+    watched(meta, x, counts=True)
+    assert all(map(torch.equal, meta.stats.take(), expected))
 
 
 def test_summary_against_sorting():

@@ -26,28 +26,28 @@ class L1Terms(Collector):
     """The L1 terms of the passes inside a `with` block; `collect_l1` explains them."""
 
     def by_layer(
-        self,
-        token_mask: Tensor | None = None,
-        num_tokens: Tensor | int | None = None,
-        *,
-        check: bool = True,
+        self, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
     ) -> Tensor:
-        """Return the term of each layer that ran, [L]; arguments as of `mean`.
-
-        check: raise RuntimeError where the term has lost its gradient.
-        """
+        """Return the term of each layer that ran, [L]; arguments as of `mean`."""
+        self.check_gradient()
         by_ffn: dict[SparseFFN, list[Tensor]] = {}
         for ffn, l1 in self.terms:
             by_ffn.setdefault(ffn, []).append(l1)
-        if not by_ffn:
-            raise RuntimeError("no SparseFFN layer ran inside the block; run the model there")
-        if check and self.no_grad and torch.is_grad_enabled():
+        terms = [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_ffn.values()]
+        return means(terms, token_mask, num_tokens)
+
+    def by_call(self, token_mask: Tensor | None, num_tokens: Tensor | int | None) -> Tensor:
+        """Return the term of each call of a layer: a layer may be in several places of a model."""
+        return means([l1 for _, l1 in self.terms], token_mask, num_tokens)
+
+    def check_gradient(self) -> None:
+        """Raise RuntimeError where the term has lost its gradient."""
+        if self.no_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "the L1 term has no gradient: activation checkpointing with use_reentrant=True "
-                "drops it; use model.gradient_checkpointing_enable({'use_reentrant': False})"
+                "drops it; use model.gradient_checkpointing_enable({'use_reentrant': False}). "
+                "Where torch.no_grad() is intended in training mode, read the term inside of it"
             )
-        terms = [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_ffn.values()]
-        return _by_layer(terms, token_mask, num_tokens)
 
     def mean(
         self, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
@@ -71,10 +71,10 @@ def collect_l1(model: nn.Module) -> L1Terms:
 
     It holds what passes inside the block computed in this thread, for any model or layer, in
     training and in evaluation mode. A layer that a pass skips contributes nothing. An encoder and a
-    decoder see tokens of their own: where padding counts, open a block for each. Layers of
-    torch.compile show one pass in a block, to one thread at a time. SparseLlamaForCausalLM adds the
-    term to its loss by itself. Raises ValueError for a model without SparseFFN layers. Paper: the
-    L1 loss, in the definition of SparseLlamaForCausalLM.
+    decoder see tokens of their own: where padding counts, open a block for each. Where layers are
+    compiled, open a block for each pass, in one thread at a time; RuntimeError says so.
+    SparseLlamaForCausalLM adds the term to its loss by itself. Raises ValueError for a model
+    without SparseFFN layers. Paper: the L1 loss, in the definition of SparseLlamaForCausalLM.
     """
     return L1Terms(sparse_ffns(model), wants_l1=True)
 
@@ -88,11 +88,19 @@ def with_l1(
     the term. loss: called as loss(outputs, labels, num_items_in_batch=...); None: cross-entropy of
     the next token with `label_smoothing`, as TrainingArguments.label_smoothing_factor defines it.
     The term has the weight of cross-entropy: the micro-batch's share of the predicted tokens.
+    Raises ValueError for a model whose output has no L1 term, and where a batch has no labels.
     """
+    if not hasattr(model.config, "l1_coefficient"):
+        raise ValueError(
+            f"model is a {type(model).__name__}, whose output has no L1 term; "
+            "twell.collect_l1 collects it for a loss of your own"
+        )
 
     def compute(
-        outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+        outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
+        if labels is None:
+            raise ValueError("labels is None; a batch needs them for the weight of the L1 term")
         targets = labels[..., 1:].flatten()
         predicted = (targets != -100).sum()
         total = predicted if num_items_in_batch is None else num_items_in_batch
@@ -134,7 +142,7 @@ def l1_by_layer(
         )
     if _has_two_parts(model) and (token_mask is not None or num_tokens is not None):
         raise ValueError(TWO_PARTS)
-    return _by_layer(terms, token_mask, num_tokens)
+    return means(terms, token_mask, num_tokens)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
@@ -142,15 +150,20 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def _by_layer(
+def means(
     terms: list[Tensor], token_mask: Tensor | None, num_tokens: Tensor | int | None
 ) -> Tensor:
-    """The mean over tokens of each layer's term: see `L1Terms.mean`."""
+    """The mean over tokens of each term: see `L1Terms.mean`."""
+    if not terms:
+        raise RuntimeError(
+            "no SparseFFN layer ran inside the block in this thread; run the model there (replicas "
+            "of nn.DataParallel run in other threads)"
+        )
     device = terms[0].device  # a device map may place layers on several
     if len({term.shape for term in terms}) > 1:
         if token_mask is not None or num_tokens is not None:
             raise ValueError(TWO_PARTS)
-        return torch.stack([_by_layer([term], None, None)[0].to(device) for term in terms])
+        return torch.stack([means([term], None, None)[0].to(device) for term in terms])
     per_token = torch.stack([term.to(device) for term in terms])
     counted = per_token[0].numel()
     if token_mask is not None:

@@ -254,7 +254,9 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if not wants_l1:
             return SparseCausalLMOutput(**output)
         coefficient = self.config.l1_coefficient if self.training else 0.0
-        layers = terms.by_layer(mask, num_tokens_in_batch, check=coefficient > 0)
+        if coefficient > 0:
+            terms.check_gradient()
+        layers = terms.by_call(mask, num_tokens_in_batch)
         if labels is None:
             return self._without_labels(output, terms, layers.mean())
         # The mean over no label is NaN.

@@ -43,6 +43,7 @@ from twell.sparse.observe import (
     Outbox,
     Result,
     Wants,
+    hand_on,
     mean_entries,
     open_collector,
     summarize_activity,
@@ -369,14 +370,17 @@ class SparseFFN(nn.Module):
         if self.quantized:
             x = self._for_inference(x)
         rows, leading = x.reshape(-1, self.hidden_size), x.shape[:-1]
-        watch = self.outbox if torch.compiler.is_compiling() else open_collector()
+        box = torch.compiler.is_compiling() or self.outbox.compiled
+        watch = self.outbox if box else open_collector()
         wants = self._wants(watch)
         backend = "dense" if self._compiles_densely(rows) else self._backend
         if backend != "dense" and (reason := self._why_dense()) is not None:
             backend = "dense"
             warn_dense(reason)
         order = None if backend == "dense" or wants.token_mask is not None else self.token_order
-        if order is None or not order.fits(rows):
+        if backend == "dense":  # adapters and hooks may know the batch by the input's shape
+            result = self._dense(x, wants)
+        elif order is None or not order.fits(rows):
             result = getattr(self, f"_{backend}")(rows, wants)
         else:
             result = order.undo(getattr(self, f"_{backend}")(order.take(rows), wants))
@@ -392,7 +396,7 @@ class SparseFFN(nn.Module):
             return False
         if width != own["hidden_size"] or "h_dropout" in self.parts:
             return False
-        if open_collector() is not None:
+        if open_collector() is not None or own["outbox"].compiled:
             return False
         backend = own["_backend"]
         if backend == "dense" or not own["_has_kernels"]:
@@ -404,23 +408,22 @@ class SparseFFN(nn.Module):
 
     def _wants(self, watch: Collector | Outbox | None) -> Wants:
         trains = self.training and self.outbox.watch_capacity
-        if watch is None:
-            return Wants(self.training, trains)
-        return Wants(self.training or watch.wants_l1, watch.counts or trains, watch.token_mask)
+        return Wants(self.training, trains).beside(None if watch is None else watch.wants)
 
     def _show(
         self, watch: Collector | Outbox | None, l1: Tensor | None, activity: Activity | None
     ) -> None:
         """Hand on the L1 term [...] and the activity of a pass."""
+        grad = torch.is_grad_enabled()
         if watch is None:
             self.outbox.last = l1
         elif watch is self.outbox:
-            watch.leave(l1, activity)
+            watch.leave(l1, activity, grad)
         else:
-            if watch.counts:
-                self.stats.add(activity, watch.token_mask)
+            if watch.wants.activity:
+                self.stats.add(activity, watch.wants.token_mask)
             if l1 is not None:
-                watch.receive(self, l1)
+                hand_on(self, l1, grad)
         if self.training and self.outbox.watch_capacity:
             self.outbox.need(activity)
 
@@ -456,10 +459,10 @@ class SparseFFN(nn.Module):
         g = self.act.gate(self.gate_proj(x))
         return g, self.act.hidden(g, self.up_proj(x))
 
-    # --- the backends: rows [M, K] -> Result
+    # --- the backends: rows [M, K] -> Result; "dense" also takes x [..., K]
 
-    def _dense(self, rows: Tensor, wants: Wants) -> Result:
-        g, h = self.activations(rows)
+    def _dense(self, x: Tensor, wants: Wants) -> Result:
+        g, h = self.activations(x)
         if (wants.l1 or wants.activity) and g.shape[-1] != self.intermediate_size:
             raise ValueError(
                 f"the first projection returns {g.shape[-1]} neurons, and the layer has "
@@ -470,7 +473,7 @@ class SparseFFN(nn.Module):
         if wants.l1:
             l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
         if wants.activity:
-            activity = Activity.of(g != 0, wants.token_mask)
+            activity = Activity.of((g != 0).reshape(-1, g.shape[-1]), wants.token_mask)
         if self.edit is not None:
             h = self.edit.of_h(h)
         if (drop := self.parts.get("h_dropout")) is not None:
@@ -571,7 +574,8 @@ class SparseFFN(nn.Module):
         if not ops.takes(rows, self.intermediate_size, _dtype(rows)):
             return self._dense(rows, wants)
         chooser, num_tokens, situation = self.chooser, rows.shape[0], self._situation(rows)
-        eager = situation == EAGER and num_tokens > 0
+        # A trace with fake tensors shows no activity.
+        eager = situation == EAGER and num_tokens > 0 and type(rows) is Tensor
         if eager and chooser.device_name is None:
             chooser.place(rows.device)
         due = eager and chooser.begin(num_tokens)

@@ -2,7 +2,8 @@
 
 A layer hands these to the `Collector` that is open around its pass. A context variable holds it,
 so passes in other threads and of other replicas have collectors of their own. torch.compile cannot
-trace context variables: compiled layers leave them in their `Outbox`, which the collector empties.
+trace context variables: compiled layers leave them in their `Outbox`, which the collector empties,
+and so do layers in a graph break of the code that opened the collector.
 """
 
 from __future__ import annotations
@@ -21,6 +22,16 @@ _LOCK = threading.Lock()  # for sums to which several threads add
 
 def _locked() -> threading.Lock | nullcontext:
     return nullcontext() if torch.compiler.is_compiling() else _LOCK
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether later passes can read a tensor: not one of a trace or of torch.vmap."""
+    if torch.compiler.is_compiling():
+        return not torch.compiler.is_exporting()
+    kinds = torch._C._functorch.TransformType
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    batched = any(one.key() not in (kinds.Grad, kinds.Jvp) for one in transforms)
+    return type(tensor) is Tensor and not tensor.is_meta and not batched
 
 
 class Activity(NamedTuple):
@@ -57,6 +68,13 @@ class Wants(NamedTuple):
     activity: bool
     token_mask: Tensor | None = None
 
+    def beside(self, other: Wants | None) -> Wants:
+        """Return what two collectors want together, with the mask of this one if it has one."""
+        if other is None:
+            return self
+        token_mask = other.token_mask if self.token_mask is None else self.token_mask
+        return Wants(self.l1 or other.l1, self.activity or other.activity, token_mask)
+
 
 class Result(NamedTuple):
     """One pass of a layer: y [M, K]; l1 [M] fp32, the sum of |h| of each token, and activity.
@@ -75,7 +93,8 @@ class ActivityStats:
     `neuron_counts` [N] int64: tokens for which each neuron was active. `histogram` [N + 1] int64:
     tokens by their number of active neurons, so that mean, maximum and every percentile are exact.
     `counters` holds both by device; replicas and threads add to the same ones. They are not
-    registered buffers: DistributedDataParallel would overwrite them with rank 0's.
+    registered buffers: DistributedDataParallel would overwrite them with rank 0's. Traces (fake
+    tensors, the meta device, torch.export) and passes inside of torch.vmap are not counted.
     """
 
     def __init__(self, intermediate_size: int):
@@ -91,6 +110,8 @@ class ActivityStats:
     def add(self, activity: Activity, token_mask: Tensor | None = None) -> None:
         """Add the counts of a pass; `token_mask` as in `record`."""
         token_counts, neuron_counts, _ = activity
+        if not _has_values(neuron_counts):
+            return
         keep = torch.ones_like(token_counts) if token_mask is None else token_mask.reshape(-1) != 0
         counts, device = token_counts.to(torch.int64), neuron_counts.device
         with _locked():
@@ -135,6 +156,12 @@ def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, fl
     }
 
 
+ONE_BLOCK = (
+    "a compiled layer, which holds one pass; open a `with twell.collect_l1(...)` block for each pass "
+    "of compiled layers, in one thread at a time"
+)
+
+
 class Collector:
     """Receives what passes of SparseFFN layers show while it is open, as a `with` block.
 
@@ -145,8 +172,9 @@ class Collector:
         token_mask: zero for tokens that the statistics leave out, of the passes' leading shape.
 
     `terms` are pairs (layer, sum_n |h| of each token) in the order of the passes: fp32, of the
-    input's leading shape, part of the autograd graph. An outer collector receives them too.
-    Activation checkpointing repeats layers in the backward pass, when the collector is closed.
+    input's leading shape, part of the autograd graph. Each block starts without any. All collectors
+    that are open receive them. Activation checkpointing repeats layers in the backward pass, when
+    the collector is closed. Raises RuntimeError where it is open already.
     """
 
     def __init__(
@@ -159,57 +187,89 @@ class Collector:
     ):
         self.ffns = list(ffns)
         self._ids = set(map(id, self.ffns))
-        self.wants_l1, self.counts, self.token_mask = wants_l1, counts, token_mask
+        self._own_wants = self.wants = Wants(wants_l1, counts, token_mask)
         self.terms: list[tuple[nn.Module, Tensor]] = []
-        self.no_grad = False  # whether a layer ran without gradients inside a pass with gradients
+        self.no_grad = False  # whether a training layer ran without gradients in a block with them
+        self.is_open = False
 
     def __enter__(self) -> Collector:
-        self._grad, self._outer = torch.is_grad_enabled(), None
-        if not torch.compiler.is_compiling():
-            self._outer = _OPEN.get()
-            self._token = _OPEN.set(self)
-        if self._outer is not None:
-            self.wants_l1 |= self._outer.wants_l1
-            self.counts |= self._outer.counts
-            self.token_mask = self._outer.token_mask if self.token_mask is None else self.token_mask
-        for ffn in self.ffns:
-            ffn.outbox.open(self)
+        if self.is_open:
+            raise RuntimeError(
+                "this collector is open already; let twell.collect_l1(model) make one for each block"
+            )
+        self._grad, compiled, around = torch.is_grad_enabled(), torch.compiler.is_compiling(), None
+        if not compiled:
+            around = open_collector()
+            if any(ffn.outbox.is_taken() for ffn in self.ffns):
+                raise RuntimeError(f"another thread or task collects the terms of {ONE_BLOCK}")
+            _OPEN.set((*_OPEN.get(), self))
+        self.terms, self.no_grad, self.is_open = [], False, True
+        self.wants = self._own_wants.beside(None if around is None else around.wants)
+        self._before = []
+        for box in (ffn.outbox for ffn in self.ffns):
+            self._before.append((box.wants, box.compiled, box.l1 is not None))
+            box.open(self.wants.beside(box.wants if compiled else None), compiled)
+            if not compiled:
+                box.owner = self
         return self
 
     def __exit__(self, error: type | None, *_: object) -> None:
-        if not torch.compiler.is_compiling():
-            _OPEN.reset(self._token)
-        for ffn in self.ffns:
+        self.is_open, compiled, lost = False, torch.compiler.is_compiling(), False
+        if not compiled:
+            # No token, which only the context that set it may reset: blocks of generators and tasks
+            # may end elsewhere, or before a block that was opened inside.
+            _OPEN.set(tuple(one for one in _OPEN.get() if one.is_open))
+        for ffn, (wants, by_compiled, waits) in zip(self.ffns, self._before, strict=True):
             box = ffn.outbox
-            l1, activity, overwritten = box.l1, box.activity, box.overwritten
-            box.open(self._outer)
-            if overwritten and error is None:
-                raise RuntimeError(
-                    "a compiled layer ran twice inside one `with twell.collect_l1(...)` block, "
-                    "which holds one pass of compiled layers; open a block for each pass"
-                )
+            l1, activity, grad = box.l1, box.activity, box.grad
+            lost = lost or box.overwritten
+            if compiled:
+                box.open(wants, by_compiled)
+            else:
+                lost = lost or (box.used and box.owner is not self)
+                box.owner = open_collector(ffn)
+                box.open(box.owner and box.owner.wants)
             if activity is not None:
-                ffn.stats.add(activity, self.token_mask)
-            if l1 is not None:
-                self.terms.append((ffn, l1))
-                if self._outer is not None:
-                    self._outer.receive(ffn, l1)
+                ffn.stats.add(activity, self.wants.token_mask)
+            if l1 is None:
+                continue
+            self.receive(ffn, l1, grad)
+            if not compiled:
+                hand_on(ffn, l1, grad)
+            elif wants is not None:
+                box.leave(l1, None, grad)
+                box.overwritten = waits  # an earlier pass, for a collector around this code
+        if lost and error is None:
+            raise RuntimeError(f"more than one pass, or thread, left its terms with {ONE_BLOCK}")
 
-    def receive(self, ffn: nn.Module, l1: Tensor) -> None:
-        """Take the term of a pass, if it is of these layers."""
+    def receive(self, ffn: nn.Module, l1: Tensor, grad: bool) -> None:
+        """Take the term of a pass that ran with `grad` enabled or not, if it is of these layers."""
         if id(ffn) in self._ids:
             self.terms.append((ffn, l1))
-            self.no_grad |= self._grad and not torch.is_grad_enabled()
-        if self._outer is not None:
-            self._outer.receive(ffn, l1)
+            # Only training repeats layers by checkpointing; evaluation may leave gradients out.
+            self.no_grad = self.no_grad or (ffn.training and self._grad and not grad)
 
 
-_OPEN: ContextVar[Collector | None] = ContextVar("twell_collector", default=None)
+# A tuple of those opened in this context, the innermost last; some may have ended elsewhere.
+_OPEN: ContextVar[tuple[Collector, ...]] = ContextVar("twell_collectors", default=())
 
 
-def open_collector() -> Collector | None:
-    """Return the innermost collector that is open in this thread; not in compiled code."""
-    return _OPEN.get()
+def open_collector(ffn: nn.Module | None = None) -> Collector | None:
+    """Return the innermost collector that is open in this thread; not in compiled code.
+
+    With `ffn`, the innermost that collects the terms of this layer.
+    """
+    for one in reversed(_OPEN.get()):
+        if one.is_open and (ffn is None or id(ffn) in one._ids):
+            return one
+    return None
+
+
+def hand_on(ffn: nn.Module, l1: Tensor, grad: bool) -> None:
+    """Give the term of a pass to all collectors that are open in this thread."""
+    for one in _OPEN.get():
+        if one.is_open:
+            one.receive(ffn, l1, grad)
 
 
 class Outbox:
@@ -223,6 +283,10 @@ class Outbox:
     """
 
     def __init__(self):
+        self.owner: Collector | None = None  # the last that opened it outside of compiled code
+        self.used = False  # whether any pass left something for a collector
+        self.l1: Tensor | None = None
+        self.activity: Activity | None = None
         self.last: Tensor | None = None
         self.watch_capacity = False
         self.needed: Tensor | None = None
@@ -231,30 +295,32 @@ class Outbox:
     def __reduce__(self) -> tuple:
         return Outbox, ()
 
-    def open(self, collector: Collector | None) -> None:
-        """Empty it, and let compiled code know what the collector wants."""
-        self.opened = collector is not None
-        self.wants_l1 = self.opened and collector.wants_l1
-        self.counts = self.opened and collector.counts
-        self.token_mask = collector.token_mask if self.opened else None
-        self.l1: Tensor | None = None
-        self.activity: Activity | None = None
-        self.overwritten = False
-        self.last = None
+    def open(self, wants: Wants | None, compiled: bool = False) -> None:
+        """Empty it, and note what a collector wants, and whether compiled code opened that."""
+        self.wants, self.compiled = wants, compiled
+        self.l1 = self.activity = self.last = None
+        self.grad, self.overwritten = True, False
 
-    def leave(self, l1: Tensor | None, activity: Activity | None) -> None:
-        """Take what a compiled pass shows."""
-        if not self.opened:
+    def is_taken(self) -> bool:
+        """Return whether a block of another thread or task waits for what compiled code leaves."""
+        owner = self.owner if self.used else None
+        return owner is not None and owner.is_open and owner not in _OPEN.get()
+
+    def leave(self, l1: Tensor | None, activity: Activity | None, grad: bool) -> None:
+        """Take what a pass shows that ran with `grad` enabled or not."""
+        if self.wants is None:
             self.last = l1
             return
-        if self.l1 is not None:
+        if self.l1 is not None or self.activity is not None:
             self.overwritten = True
-        self.l1 = l1
-        self.activity = activity if self.counts else None
+        self.l1, self.grad, self.used = l1, grad, True
+        self.activity = activity if self.wants.activity else None
 
     @torch.no_grad()
     def need(self, activity: Activity) -> None:
         """Take the capacity that a pass in training mode needed."""
+        if not _has_values(activity.token_counts):
+            return
         needed = activity.capacity
         if needed is None:
             needed = mean_entries(activity.token_counts)
