@@ -52,6 +52,33 @@ def test_shifted_labels_count_where_they_are_given():
         assert_close(model(input_ids=x, **given, **totals).loss, plain.loss)
 
 
+@pytest.mark.parametrize("way", ["logits", "hidden", "layers compiled", "whole compiled"])
+def test_a_loss_that_is_computed_elsewhere_needs_the_l1_term(way):
+    """Also where a library calls the backbone and not the model, as trl does."""
+    model, x = make(), tokens(2, 8)
+    run = torch.compile(model, backend="aot_eager") if way == "whole compiled" else model
+    for layer in model.model.layers if way == "layers compiled" else ():
+        layer.compile(backend="aot_eager")
+
+    def loss():
+        output = model.model(input_ids=x) if way == "hidden" else run(input_ids=x)
+        return output[0].square().mean(), output
+
+    with pytest.raises(RuntimeError, match="the loss has no L1 term"):
+        loss()[0].backward()
+    if way == "hidden":
+        with collect_l1(model) as terms:
+            value, _ = loss()
+        value = value + terms.mean()
+    else:
+        value, output = loss()
+        value = value + output.l1
+    value.backward()
+    model.config.l1_coefficient = 0.0
+    loss()[0].backward()
+    torch.compiler.reset()
+
+
 # --- micro-batches
 
 

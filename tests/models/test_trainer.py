@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import twell
 from tests.factories import SEED
-from tests.factories.models import make, tokens
+from tests.factories.models import make, stock, tokens
 
 LABEL_SMOOTHING = 0.1
 
@@ -47,7 +47,9 @@ def test_a_loss_of_the_trainer_has_the_l1_term(options, tmp_path):
     model = make(l1_coefficient=0.5).double()
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     # The trainer's own loss is computed without labels, so the model cannot add the term.
-    for refused in ({"label_smoothing_factor": LABEL_SMOOTHING}, {"loss": smoothed}):
+    smoothing = {"label_smoothing_factor": LABEL_SMOOTHING}
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for refused in (smoothing, smoothing | compiled, {"loss": smoothed}):
         with pytest.raises(RuntimeError, match="the loss has no L1 term"):
             trained(model, tmp_path, **refused)
 
@@ -79,12 +81,19 @@ def test_a_loss_of_the_trainer_has_the_l1_term(options, tmp_path):
 def test_label_smoothing_is_that_of_a_stock_llama(tmp_path):
     ours = make(l1_coefficient=0.0)
     fields = {"hidden_act": "relu", **{k: v for k, v in ours.config.to_dict().items() if k in SAME}}
-    stock = LlamaForCausalLM(LlamaConfig(**fields))
-    stock.load_state_dict(ours.state_dict())
+    llama = LlamaForCausalLM(LlamaConfig(**fields))
+    llama.load_state_dict(ours.state_dict())
     results = [
-        trained(model, tmp_path, label_smoothing_factor=LABEL_SMOOTHING) for model in (ours, stock)
+        trained(model, tmp_path, label_smoothing_factor=LABEL_SMOOTHING) for model in (ours, llama)
     ]
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_with_l1_needs_a_model_with_the_term_and_labels():
+    with pytest.raises(ValueError, match="model is a Qwen2ForCausalLM, whose output has no L1 t"):
+        twell.with_l1(twell.sparsify(stock("qwen2")))
+    with pytest.raises(ValueError, match="labels is None"):
+        twell.with_l1(make())(None, None)
 
 
 SAME = (

@@ -158,6 +158,8 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
                 backend=config.ffn_backend,
             )
         apply_activity(self.ffns, getattr(config, ACTIVITY, None))
+        # Libraries that compute a loss of their own may call the backbone and not this model.
+        self.model.register_forward_hook(_check_backbone)
         self.post_init()
 
     @classmethod
@@ -196,12 +198,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     @property
     def ffns(self) -> list[SparseFFN]:
         """The feed-forward layers in order; where peft wraps a layer, also its copies."""
-        mlps = [layer.mlp for layer in self.model.layers]
-        return [
-            ffn
-            for mlp in mlps
-            for ffn in ([mlp] if isinstance(mlp, SparseFFN) else sparse_ffns(mlp))
-        ]
+        return _ffns(self.model)
 
     def set_ffn_backend(self, backend: str, calibration: Calibration | None = None) -> None:
         """Set the backend of every feed-forward layer, and the calibration of "auto", if given."""
@@ -272,30 +269,56 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         self, output: CausalLMOutputWithPast, terms: L1Terms, l1: Tensor
     ) -> SparseCausalLMOutput:
         """Return the output of a training pass whose loss is computed elsewhere."""
-        if self.config.l1_coefficient:
-            _require_l1(output.logits, terms)
+        if _checks_l1(self):
+            _require_l1([output.logits, l1, *(term for _, term in terms.terms)])
         for ffn, term in terms.terms:
             ffn.outbox.last = term  # for l1_by_layer
         return SparseCausalLMOutput(**output, l1=l1)
 
 
-def _require_l1(logits: Tensor, terms: L1Terms) -> None:
-    """Let the backward pass raise RuntimeError where the logits have a gradient, and no term has.
+def _ffns(backbone: nn.Module) -> list[SparseFFN]:
+    mlps = [layer.mlp for layer in backbone.layers]
+    return [
+        ffn for mlp in mlps for ffn in ([mlp] if isinstance(mlp, SparseFFN) else sparse_ffns(mlp))
+    ]
 
-    So training stops before its first step, and does not go on without L1.
+
+def _checks_l1(model: nn.Module) -> bool:
+    traced = torch.compiler.is_exporting() or not torch.is_grad_enabled()
+    return model.training and model.config.l1_coefficient > 0 and not traced
+
+
+def _check_backbone(backbone: nn.Module, _: tuple, output: Sequence[Tensor]) -> None:
+    """Check the loss of a training pass that no SparseLlamaForCausalLM collects the terms of."""
+    if _checks_l1(backbone):
+        last = [ffn.outbox.last for ffn in _ffns(backbone)]
+        terms = [l1 for l1 in last if l1 is not None]
+        if terms:
+            _require_l1([output[0], *terms])
+
+
+@torch.compiler.disable(
+    reason="where config.l1_coefficient is above 0, a pass without labels checks in its backward "
+    "pass that the loss has the L1 term: give labels, or set it to 0"
+)
+def _require_l1(tensors: Sequence[Tensor]) -> None:
+    """Let the backward pass raise RuntimeError where only the first tensor has a gradient.
+
+    The others have the L1 terms. So training stops before its first step, and does not go on
+    without L1.
     """
-    tensors = [logits, *(l1 for _, l1 in terms.terms)]
     tensors = [tensor for tensor in tensors if tensor.requires_grad]
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or len(tensors) < 2:
+    if len(tensors) < 2:
         return
 
     def check(gradients: Sequence[Tensor | None]) -> None:
         if all(gradient is None for gradient in gradients[1:]):
             raise RuntimeError(
                 "the loss has no L1 term, and config.l1_coefficient is above 0: the model got no "
-                "labels, as from a Trainer with label_smoothing_factor or compute_loss_func. Give "
-                "Trainer compute_loss_func=twell.with_l1(model, ...), add output.l1 to a loss of "
-                "your own, or set config.l1_coefficient to 0"
+                "labels, or its own forward was not called, as by a trainer that computes a loss "
+                "of its own (label_smoothing_factor, compute_loss_func, trl). Give the trainer "
+                "compute_loss_func=twell.with_l1(model, ...), add output.l1 to a loss of your own, "
+                "or set config.l1_coefficient to 0"
             )
 
     register_multi_grad_hook(tensors, check)
