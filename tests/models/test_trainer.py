@@ -1,4 +1,4 @@
-"""transformers' Trainer: its losses with the L1 term, its predictions, and stock Llama's arguments."""
+"""transformers' Trainer: losses with the L1 term, predictions, and stock Llama's arguments."""
 
 import copy
 

@@ -5,8 +5,7 @@ from itertools import combinations
 import pytest
 from matplotlib.text import Text
 
-from tests.factories.plots import CASES
-from tests.plots.drawn import draw
+from tests.factories.plots import CASES, draw
 
 DPI = 200  # as figures are saved: letters are a little wider at 100
 SLACK = 3  # pixels by which boxes, which are larger than their letters, may overlap

@@ -164,13 +164,14 @@ class SparseFFN(nn.Module):
     the output has other values of some neurons. Both still count in the L1 term and in `stats`.
 
     Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
-    layer. They follow from `calibration` (measured times; None: those of the card) and the activity:
-    `twell.tune` fixes it, else the layer observes it at fixed numbers of eager calls. `plan` is that
-    of eager calls, the first of which also loads the kernels of a graph. Code of torch.compile
-    keeps the plans it was made with, so tune first, or run a batch. It takes the path for a CUDA
-    graph where torch.compile will capture it, and within `captured_by_hand`. `path` is that of the backend "triton": "rowwise", "union",
-    "decode" or "dense"; None: by the number of tokens. While `readable` is False every sparse
-    backend calls the projections, and `repr` says why.
+    layer. They follow from `calibration` (measured times; None: those of the card) and from the
+    activity: `twell.tune` fixes it, else the layer observes it at fixed numbers of eager calls.
+    `plan` is that of eager calls, the first of which also loads the kernels of a graph. Code of
+    torch.compile keeps the plans it was made with, so tune first, or run a batch. It takes the path
+    for a CUDA graph where torch.compile will capture it, and within `captured_by_hand`. `path` is
+    that of the backend "triton": "rowwise", "union", "decode" or "dense"; None: by the number of
+    tokens. While `readable` is False every sparse backend calls the projections, and `repr` says
+    why.
 
     Ordering. With `token_order` set (order.py; by twell.order_tokens) the sparse backends compute
     that many tokens in this order, for smaller unions.

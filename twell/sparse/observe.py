@@ -157,8 +157,8 @@ def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, fl
 
 
 ONE_BLOCK = (
-    "a compiled layer, which holds one pass; open a `with twell.collect_l1(...)` block for each pass "
-    "of compiled layers, in one thread at a time"
+    "a compiled layer, which holds one pass; open a `with twell.collect_l1(...)` block for each "
+    "pass of compiled layers, in one thread at a time"
 )
 
 
@@ -195,7 +195,7 @@ class Collector:
     def __enter__(self) -> Collector:
         if self.is_open:
             raise RuntimeError(
-                "this collector is open already; let twell.collect_l1(model) make one for each block"
+                "this collector is open already; let twell.collect_l1(model) make one a block"
             )
         self._grad, compiled, around = torch.is_grad_enabled(), torch.compiler.is_compiling(), None
         if not compiled:

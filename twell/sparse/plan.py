@@ -50,8 +50,8 @@ class Chooser:
     `observed` holds the newest mean of active neurons per token and of neurons in a block's union;
     None at first. Before that the plan is dense, unless the calibration has an expectation.
 
-    Counters are int64 [4] for each of CLASSES, on the layer's device; the kernels add to them, and a
-    dense call does so when one is due. Due are the eager calls of a class with the numbers 1, 2, 4,
+    Counters are int64 [4] for each of CLASSES, on the layer's device. The kernels add to them, and
+    a dense call does so when one is due. Due are the eager calls of a class with the numbers 1, 2, 4,
     8 and so on. Such a call first adopts what the due call before it began to copy to the host,
     which waits for the device if that is not yet done, and at its end begins the next copy.
     Activity since the copy before is the newest window, which alone decides. Where `frozen`, no
