@@ -53,8 +53,7 @@ def tune(
     def count(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
         rows = inputs[0].reshape(-1, ffn.hidden_size)
         counters = torch.zeros(4, dtype=torch.int64, device=rows.device)
-        first = ffn.gate_proj if ffn.gated else ffn.up_proj
-        count_activity(sampled_blocks(rows), lambda x: ffn.act.gate(first(x)), counters)
+        count_activity(sampled_blocks(rows), lambda x: ffn.act.gate(ffn.first(x)), counters)
         counted[ffn] = torch.cat([counters, counters.new_tensor([min(len(rows), BLOCK)])])
 
     training = model.training

@@ -19,6 +19,11 @@ TWO_PARTS = (
     "the layers of an encoder and of a decoder see tokens of their own, so one mask or number of "
     "tokens does not fit both; collect the terms of model.encoder and of model.decoder"
 )
+NO_GRADIENT = (
+    "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; use "
+    "model.gradient_checkpointing_enable({'use_reentrant': False}). Where torch.no_grad() is "
+    "intended in training mode, read the term inside of it"
+)
 MASKED = -100.0  # a query does not attend to a key with this additive mask, or with a lower one
 
 
@@ -43,11 +48,7 @@ class L1Terms(Collector):
     def check_gradient(self) -> None:
         """Raise RuntimeError where the term has lost its gradient."""
         if self.no_grad and torch.is_grad_enabled():
-            raise RuntimeError(
-                "the L1 term has no gradient: activation checkpointing with use_reentrant=True "
-                "drops it; use model.gradient_checkpointing_enable({'use_reentrant': False}). "
-                "Where torch.no_grad() is intended in training mode, read the term inside of it"
-            )
+            raise RuntimeError(NO_GRADIENT)
 
     def mean(
         self, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
@@ -126,7 +127,8 @@ def l1_by_layer(
     Arguments as of `L1Terms.mean`. It reads what the last pass in training mode left on each layer,
     of whichever thread, and the term of a layer that this pass skipped is an older one. A pass
     that handed its terms to a collector leaves none, and so does SparseLlamaForCausalLM with
-    labels: its output has the term. Raises as `L1Terms.mean`.
+    labels: its output has the term. Raises as `L1Terms.mean`, but does not notice a lost gradient
+    where the layers' own weights are frozen, as with LoRA elsewhere.
     """
     warnings.warn(
         "twell.l1_by_layer is deprecated: use `with twell.collect_l1(model) as terms:` around the "
@@ -134,12 +136,16 @@ def l1_by_layer(
         FutureWarning,
         stacklevel=2,
     )
-    terms = [l1 for ffn in sparse_ffns(model) if (l1 := ffn.outbox.last) is not None]
+    ffns = sparse_ffns(model)
+    terms = [l1 for ffn in ffns if (l1 := ffn.outbox.last) is not None]
     if not terms:
         raise RuntimeError(
             "the layers kept no L1 term: run the model in training mode first; with labels, "
             "SparseLlamaForCausalLM has it in output.l1"
         )
+    learns = any(p.requires_grad for ffn in ffns if ffn.training for p in ffn.parameters())
+    if learns and torch.is_grad_enabled() and not any(term.requires_grad for term in terms):
+        raise RuntimeError(NO_GRADIENT)
     if _has_two_parts(model) and (token_mask is not None or num_tokens is not None):
         raise ValueError(TWO_PARTS)
     return means(terms, token_mask, num_tokens)
