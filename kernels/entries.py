@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import Layer, cdiv, narrow, of_gate, of_up, popcount, through_gate
+from twell.kernels.gate import PANEL
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
 from twell.sparse.activations import Activation
@@ -151,7 +152,6 @@ def entries_forward_kernel(
     totals_ptr,
     needed_ptr,
     M,
-    tokens_of_g,
     width,
     capacity,
     GATED: tl.constexpr,
@@ -179,8 +179,9 @@ def entries_forward_kernel(
             index_ptr + word.to(tl.int64) * width + neurons, mask=places < count, other=0
         )
         active, place, stored = entry_places(index, lane, capacity)
+        panel = g_ptr + (word // (PANEL // 32)).to(tl.int64) * width * PANEL
         g = tl.load(
-            g_ptr + neurons[:, None] * tokens_of_g + tokens[None, :], mask=active, other=0.0
+            panel + neurons[:, None] * PANEL + (tokens % PANEL)[None, :], mask=active, other=0.0
         )
         h_ptrs = h_ptr + rows[:, None] * BM + (tokens % BM)[None, :]
         entry = (tokens.to(tl.int64) << 32)[None, :] | (value_bits(g).to(tl.int64) << 16)
@@ -305,14 +306,15 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h = g u over u; writes the entries; returns l1 [M] fp32, l0 [M] int32, needed 0-d int64.
 
-    g [N, tokens]; h [blocks * width, 64] holds u at first, non-gated anything; all in one dtype.
+    g by neurons (gate.py); h [blocks * width, 64] holds u at first, non-gated anything; all in one
+    dtype.
     """
     num_words, width = saved.index.shape
     l1 = torch.empty(num_tokens, dtype=torch.float32, device=g.device)
     l0 = torch.empty(num_tokens, dtype=torch.int32, device=g.device)
     needed = torch.empty((), dtype=torch.int64, device=g.device)
     tensors = g, h, saved.index, saved.lists, saved.counts, saved.entries
-    sizes = num_tokens, g.shape[1], width, len(saved.entries)
+    sizes = num_tokens, width, len(saved.entries)
     options = launch_options("training_elements", g.device)
     options |= dict(GATED=layer.gated, ACT=layer.act.name, BM=h.shape[1])
     entries_forward_kernel[(num_words,)](*tensors, l1, l0, saved.totals, needed, *sizes, **options)

@@ -6,11 +6,11 @@ One matrix product. A fixed number of programs stays resident and takes tiles in
 through tensor descriptors, which read zeros outside the matrices, so the loop needs no masks. The
 epilogue sums 32 bits to a word in registers, at a few percent of the product. The lists of the
 union and row-wise paths are made from these words. The result is stored by tokens (row-wise) or,
-transposed, by neurons (union). By neurons and on sm_90, gate_hopper.py computes the same bits.
+in panels of 64 tokens by neurons (union). On sm_90, gate_hopper.py computes the same bits.
 
     x [M, K], K a multiple of 16    w [N, K]    b [N] or None    W = N rounded up to 256
     by tokens    g [M, W]         bits [tokens, W / 32] int32, bit i of word j: neuron 32 j + i
-    by neurons   g [N, tokens]    bits [tokens / 32, W] int32, bit i of word j: token 32 j + i
+    by neurons   g [tokens / 64, W, 64]    bits [tokens / 32, W] int32, bit i of word j: token 32 j + i
 
 Reference: twell.sparse.reference.gate_pack.
 """
@@ -24,7 +24,16 @@ from torch import Tensor
 
 from twell.kernels.common import cdiv, gate_value, round_up, scaled, wide, with_bias
 from twell.kernels.launch import descriptor, direct
-from twell.kernels.options import GATE_GROUP, hopper_gate, launch_options, num_processors
+from twell.kernels.options import (
+    GATE_GROUP,
+    hopper_gate,
+    hopper_name,
+    launch_options,
+    num_processors,
+)
+
+# Tokens whose g by neurons stands together: a tile is written, and a block read, near one place.
+PANEL = tl.constexpr(64)
 
 
 @triton.jit
@@ -103,7 +112,11 @@ def gate_bits_kernel(
         acc = with_bias(acc, b_ptr, neurons, N, BY_NEURON)
         g = gate_value(acc, threshold, g_desc.dtype)
         row, column = (neuron, token) if BY_NEURON else (token, neuron)
-        g_desc.store([row, column], g)
+        if BY_NEURON:
+            panels = tl.permute(tl.reshape(g, (BN, BM // PANEL, PANEL)), (1, 0, 2))
+            g_desc.store([token // PANEL, neuron, 0], panels)
+        else:
+            g_desc.store([row, column], g)
         bits = words_of(g)
         # Beyond the last column there may be relu(bias) or NaN, which are not active.
         words = column // 32 + tl.arange(0, bits.shape[1])
@@ -134,7 +147,10 @@ def empty_gate(
     dtype = torch.bfloat16 if x.itemsize == 1 else x.dtype
     tokens, width = round_up(x.shape[0], block_m), round_up(intermediate_size, 256)
     if by_neuron:
-        g, shape = x.new_empty(intermediate_size, tokens, dtype=dtype), (tokens // 32, width)
+        g, shape = (
+            x.new_empty(tokens // PANEL.value, width, PANEL.value, dtype=dtype),
+            (tokens // 32, width),
+        )
     else:
         g, shape = x.new_empty(x.shape[0], width, dtype=dtype), (tokens, width // 32)
     return g, torch.empty(shape, dtype=torch.int32, device=x.device)
@@ -161,22 +177,22 @@ def gate_bits(
     check_gate(x, w, b)
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
     fp8 = w.itemsize == 1
-    hopper = by_neuron and hopper_gate(num_tokens, intermediate_size, x.device)
-    if hopper:
-        options = launch_options("gate_neurons_hopper", x.device, fp8=fp8)
-    else:
-        options = launch_options("gate_neurons" if by_neuron else "gate_tokens", x.device, fp8=fp8)
-        options["BY_NEURON"] = by_neuron
+    hopper = hopper_gate(num_tokens, w, x.device, by_neuron=by_neuron, bias=b is not None)
+    name = "gate_neurons" if by_neuron else "gate_tokens"
+    options = launch_options(hopper_name(by_neuron) if hopper else name, x.device, fp8=fp8)
     block_m, block_n, block_k = (options[name] for name in ("BM", "BN", "BK"))
     g, bits = empty_gate(x, intermediate_size, block_m, by_neuron)
     if hopper:
         from twell.kernels import gate_hopper
 
         kernel, blocks = gate_hopper.gate_hopper_kernel, gate_hopper.blocks
-        g_block = [block_n, block_m // 2]
+        g_block, g_blocks = [PANEL.value, PANEL.value], g.view(-1, PANEL.value) if by_neuron else g
     else:
         kernel, blocks = gate_bits_kernel, descriptor
-        g_block = [block_n, block_m] if by_neuron else [block_m, block_n]
+        g_block = (
+            [block_m // PANEL.value, block_n, PANEL.value] if by_neuron else [block_m, block_n]
+        )
+        g_blocks = g
     num_tiles = cdiv(num_tokens, block_m) * cdiv(intermediate_size, block_n)
     num_programs = min(num_processors(x.device), num_tiles)
     kernel[(num_programs,)](
@@ -184,11 +200,12 @@ def gate_bits(
         blocks(w, [block_n, block_k]),
         b,
         *scales,
-        blocks(g, g_block),
+        blocks(g_blocks, g_block),
         bits,
         zero,
         threshold or None,
         *(num_tokens, intermediate_size, hidden_size, bits.shape[1], num_programs),
+        BY_NEURON=by_neuron,
         **{"GROUP": GATE_GROUP} | options,
     )
     return g, bits

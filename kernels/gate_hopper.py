@@ -1,27 +1,22 @@
 """The gate by neurons on Hopper (sm_90), in Gluon: the bits of `gate_bits_kernel`, sooner.
 
-A product keeps the tensor cores busy; storing its tile does not. So two groups of four warps take
-whole tiles in turns: one stores g and bits while the other multiplies. A ninth warp loads.
+A product keeps the tensor cores busy; storing its tile does not. So a tile is stored while the first
+steps of the next one run. One warp loads; two groups of four warps multiply, each half of the
+neurons of a tile:
 
-    loader        load 0 | load 1 | load 2 | load 3 | ...
-    consumer 0      multiply 0      | store 0     multiply 2      | store 2
-    consumer 1                        multiply 1      | store 1     multiply 3
+    loader          load 0 | load 1 | load 2 | load 3 | ...
+    consumers       multiply 0 | multiply 1, store 0 | multiply 2, store 1 | ...
 
-A ring of STAGES buffers holds the operands. Each role counts the steps of all tiles of its program:
-step i uses buffer i % STAGES, for the time i // STAGES. Three kinds of barriers guard the ring. A
-barrier goes through phases; phase t of these completes:
+A ring of STAGES buffers holds the operands. Step i of a program uses buffer i % STAGES, for the time
+i // STAGES. Two kinds of barriers guard the ring. A barrier goes through phases; phase t completes:
 
-    full[s]     when the operands of time t lie in buffer s: its consumer waits for that
-    empty[s]    when the product of time t has read buffer s: the loader fills it for t + 1 then
-    order[c]    when the other consumer has issued the products of a tile: consumer c may begin
+    full[s]     when the operands of time t lie in buffer s: the consumers wait for that
+    empty[s]    when both consumers have read buffer s at time t: the loader fills it for t + 1 then
 
-A wait names the parity of a phase, and returns at once if the last phase that completed has it. It
-cannot tell phase t from phase t - 2. With `order`, a consumer waits for `full` only after the other
-one did so for all steps before. Then phase t - 1 is complete, so there is no confusion. Without
-`order`, it would multiply operands of an older step.
+A wait names the parity of a phase, and returns at once if the last phase that completed has it.
 
-Shapes as in gate.py, whose `gate_bits` launches this kernel. tests/kernels/test_gate_hopper.py runs
-the roles against a model of the barriers. Times: docs/kernel-log.md. Ours, not the paper's.
+Shapes as in gate.py, whose `gate_bits` launches this kernel. Times: docs/kernel-log.md. Ours, not
+the paper's.
 """
 
 from __future__ import annotations
@@ -77,20 +72,13 @@ def product_layout(columns, element_bits):
 
 @gluon.constexpr_function
 def word_layout():
-    """These registers of a half tile [128, 64] seen as [128, 2 words, 4 threads, 8 entries]."""
+    """These registers of a panel [64, 64] seen as [64, 2 words, 4 threads, 8 entries]."""
     return gl.DistributedLinearLayout(
-        reg_bases=[
-            [0, 0, 0, 1],
-            [0, 0, 0, 2],
-            [0, 0, 0, 4],
-            [8, 0, 0, 0],
-            [0, 1, 0, 0],
-            [64, 0, 0, 0],
-        ],
+        reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [8, 0, 0, 0], [0, 1, 0, 0]],
         lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
         warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
         block_bases=[],
-        shape=[128, 2, 4, 8],
+        shape=[64, 2, 4, 8],
     )
 
 
@@ -127,9 +115,9 @@ def first_of_two(value):
 
 @gluon.jit
 def words_of(g):
-    """Bits of a half tile g [128, 64] != 0, packed along the tokens: [128, 2] int32."""
-    values = gl.permute(gl.reshape(g, [128, 2, 4, 4, 2]), [0, 1, 3, 2, 4])
-    values = gl.reshape(values, [128, 2, 4, 8])
+    """Bits of a panel g [64, 64] != 0, packed along the tokens: [64, 2] int32."""
+    values = gl.permute(gl.reshape(g, [64, 2, 4, 4, 2]), [0, 1, 3, 2, 4])
+    values = gl.reshape(values, [64, 2, 4, 8])
     values = gl.convert_layout(values, word_layout(), assert_trivial=True)
     eight = gl.inline_asm_elementwise(
         EIGHT_BITS,
@@ -139,7 +127,7 @@ def words_of(g):
         is_pure=True,
         pack=8,
     )
-    eight = gl.reshape(eight, [128, 2, 4, 2, 2, 2])
+    eight = gl.reshape(eight, [64, 2, 4, 2, 2, 2])
     eight = first_of_two(first_of_two(first_of_two(eight)))
     place_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, eight.type.layout))
     place = gl.arange(0, 4, layout=place_layout) * 2
@@ -148,16 +136,19 @@ def words_of(g):
 
 
 @gluon.jit
-def store_words(bits, neuron, token, M, bits_ptr, bits_stride):
-    """Stores words of a half tile, without bits of tokens beyond M: relu(bias) is not active."""
+def store_words(bits, row, column, limit, bits_ptr, bits_stride, BY_NEURON: gl.constexpr):
+    """Stores words of a panel, without bits of columns from `limit` on: relu(bias) is not active."""
     layout: gl.constexpr = bits.type.layout
-    words = token // 32 + gl.arange(0, bits.shape[1], layout=gl.SliceLayout(0, layout))
-    inside = M - words * 32
+    words = column // 32 + gl.arange(0, bits.shape[1], layout=gl.SliceLayout(0, layout))
+    inside = limit - words * 32
     mask = gl.where(inside >= 32, -1, (1 << gl.minimum(gl.maximum(inside, 0), 31)) - 1)
     bits &= gl.expand_dims(mask, 0)
-    neurons = neuron + gl.arange(0, bits.shape[0], layout=gl.SliceLayout(1, layout))
-    words, neurons = gl.expand_dims(words, 0), gl.expand_dims(neurons, 1)
-    gl.store(bits_ptr + words.to(gl.int64) * bits_stride + neurons, bits)
+    rows = row + gl.arange(0, bits.shape[0], layout=gl.SliceLayout(1, layout))
+    words, rows = gl.expand_dims(words, 0), gl.expand_dims(rows, 1)
+    if BY_NEURON:
+        gl.store(bits_ptr + words.to(gl.int64) * bits_stride + rows, bits)
+    else:
+        gl.store(bits_ptr + rows.to(gl.int64) * bits_stride + words, bits)
 
 
 @gluon.jit
@@ -165,13 +156,6 @@ def of_neurons(pointer, neuron, N, BN: gl.constexpr, layout: gl.constexpr):
     """fp32 values of a tile's neurons."""
     neurons = neuron + gl.arange(0, BN, layout=gl.SliceLayout(1, layout))
     return gl.load(pointer + neurons, mask=neurons < N, other=0.0).to(gl.float32)
-
-
-@gluon.jit
-def column(values, layout: gl.constexpr):
-    """Values of neurons in the layout of a half tile, as a column."""
-    rows: gl.constexpr = gl.SliceLayout(1, layout)
-    return gl.expand_dims(gl.convert_layout(values, rows, assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -184,102 +168,141 @@ def fetch_scales(buffer, pointer, token, M):
 
 
 @gluon.jit
-def store_tile(acc, BITS: gl.constexpr, g_buffer, neuron, token, M, factors, threshold, outputs):
-    """The epilogue, by halves: shared memory has room for half a tile of g."""
-    bias, w_scale, x_scales = factors
-    g_desc, bits_ptr, bits_stride = outputs
-    BN: gl.constexpr = acc.shape[0]
-    HALF: gl.constexpr = acc.shape[1] // 2
-    layout: gl.constexpr = product_layout(HALF, BITS)
-    halves = gl.split(gl.permute(gl.reshape(acc, [BN, 2, HALF]), [0, 2, 1]))
-    for i in gl.static_range(2):
-        half = gl.convert_layout(halves[i], layout, assert_trivial=True)
-        if x_scales is not None:
-            x_scale = x_scales.slice(i * HALF, HALF).load(gl.SliceLayout(0, layout))
-            half *= column(w_scale, layout) * gl.expand_dims(x_scale, 0)
-        if bias is not None:
-            half += column(bias, layout)
-        g = gate_value(half, threshold, g_desc.dtype)
-        tma.store_wait(0)  # the half before has left the buffer
-        g_buffer.store(g)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(g_desc, [neuron, token + i * HALF], g_buffer)
-        store_words(words_of(g), neuron, token + i * HALF, M, bits_ptr, bits_stride)
+def halves(values, layout: gl.constexpr):
+    """[R, 2 C] as two [R, C] in this layout."""
+    rows: gl.constexpr = values.shape[0]
+    columns: gl.constexpr = values.shape[1] // 2
+    first, second = gl.split(gl.permute(gl.reshape(values, [rows, 2, columns]), [0, 2, 1]))
+    first = gl.convert_layout(first, layout, assert_trivial=True)
+    return first, gl.convert_layout(second, layout, assert_trivial=True)
 
 
 @gluon.jit
-def loader(w_desc, x_desc, ring, tiles, K, GROUP: gl.constexpr, STAGES: gl.constexpr):
+def panels_of(g, BITS: gl.constexpr):
+    """g [64, 256] as four panels [64, 64]."""
+    left, right = halves(g, product_layout(128, BITS))
+    first, second = halves(left, product_layout(64, BITS))
+    third, fourth = halves(right, product_layout(64, BITS))
+    return first, second, third, fourth
+
+
+@gluon.jit
+def store_panel(g, buffer, row, column, limit, outputs, BY_NEURON: gl.constexpr):
+    """Stores g [64, 64] and its bits."""
+    g_desc, bits_ptr, bits_stride = outputs
+    tma.store_wait(1)  # the panel before the last has left this buffer
+    buffer.store(g)
+    fence_async_shared()
+    if BY_NEURON:  # bits_stride is the number of rows of a panel, too
+        tma.async_copy_shared_to_global(g_desc, [column // 64 * bits_stride + row, 0], buffer)
+    else:
+        tma.async_copy_shared_to_global(g_desc, [row, column], buffer)
+    store_words(words_of(g), row, column, limit, bits_ptr, bits_stride, BY_NEURON)
+
+
+@gluon.jit
+def place_of(number, tiles, GROUP: gl.constexpr, BY_NEURON: gl.constexpr):
+    """First row and column of a tile [128, 256] by its number."""
+    num_token_tiles, num_neuron_tiles, _ = tiles
+    token_tile, neuron_tile = tile_of(number, num_token_tiles, num_neuron_tiles, GROUP)
+    if BY_NEURON:
+        return neuron_tile * 128, token_tile * 256
+    else:
+        return token_tile * 128, neuron_tile * 256
+
+
+@gluon.jit
+def loader(
+    descs, ring, tiles, K, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_NEURON: gl.constexpr
+):
     """One warp: loads the operands of every step of every tile of this program."""
-    w_buffers, x_buffers, full, empty = ring
-    num_token_tiles, num_neuron_tiles, num_programs = tiles
-    BN: gl.constexpr = w_desc.block_shape[0]
-    BK: gl.constexpr = w_desc.block_shape[1]
-    BM: gl.constexpr = x_desc.block_shape[0]
-    BYTES: gl.constexpr = (BN + BM) * BK * w_desc.dtype.primitive_bitwidth // 8
+    row_desc, column_desc = descs
+    row_buffers, column_buffers, full, empty = ring
+    BK: gl.constexpr = row_desc.block_shape[1]
+    BYTES: gl.constexpr = (128 + 256) * BK * row_desc.dtype.primitive_bitwidth // 8
     step = 0
-    for number in range(gl.program_id(0), num_token_tiles * num_neuron_tiles, num_programs):
-        token_tile, neuron_tile = tile_of(number, num_token_tiles, num_neuron_tiles, GROUP)
-        neuron, token = neuron_tile * BN, token_tile * BM
+    for number in range(gl.program_id(0), tiles[0] * tiles[1], tiles[2]):
+        row, column = place_of(number, tiles, GROUP, BY_NEURON)
         for k in range(0, K, BK):
             stage = step % STAGES
             # For time 0 it returns at once: it names the phase before the first.
             mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             ready = full.index(stage)
             mbarrier.expect(ready, BYTES)
-            tma.async_copy_global_to_shared(w_desc, [neuron, k], ready, w_buffers.index(stage))
-            tma.async_copy_global_to_shared(x_desc, [token, k], ready, x_buffers.index(stage))
+            tma.async_copy_global_to_shared(row_desc, [row, k], ready, row_buffers.index(stage))
+            tma.async_copy_global_to_shared(
+                column_desc, [column, k], ready, column_buffers.index(stage)
+            )
             step += 1
 
 
 @gluon.jit
+def multiply(acc, ring, step, first, HALF: gl.constexpr, STAGES: gl.constexpr):
+    """Issues a step of the product, without waiting for it; `first`: not added to acc."""
+    row_buffers, column_buffers, full, empty = ring
+    stage = step % STAGES
+    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+    rows = row_buffers.index(stage).slice(HALF * 64, 64)
+    columns = column_buffers.index(stage).permute([1, 0])
+    return warpgroup_mma(rows, columns, acc, use_acc=first == 0, is_async=True)
+
+
+@gluon.jit
+def release(acc, ring, step, first, STAGES: gl.constexpr):
+    """Waits for the step before this one, and gives its buffer back."""
+    empty = ring[3]
+    acc = warpgroup_mma_wait(1, deps=(acc,))
+    mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=first == 0)
+    return acc
+
+
+@gluon.jit
 def consumer(
-    work, g_buffer, x_scales, GROUP: gl.constexpr, STAGES: gl.constexpr, TURN: gl.constexpr
-):
-    """Four warps: products and epilogues of this program's tiles TURN, TURN + 2, ..."""
-    ring, order, tiles, inputs, outputs, M, N, num_steps = work
-    w_buffers, x_buffers, full, empty = ring
-    num_token_tiles, num_neuron_tiles, num_programs = tiles
+    work, g_buffers, x_scales,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, BY_NEURON: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 rows of all tiles of this program."""
+    ring, tiles, inputs, outputs, M, N, num_steps = work
     b_ptr, w_scale_ptr, x_scale_ptr, threshold = inputs
-    BN: gl.constexpr = w_buffers.shape[1]
-    BM: gl.constexpr = x_buffers.shape[1]
-    BITS: gl.constexpr = w_buffers.dtype.primitive_bitwidth
-    layout: gl.constexpr = product_layout(BM, BITS)
-    step = TURN * num_steps
-    turn = 0
-    for number in range(
-        gl.program_id(0) + TURN * num_programs, num_token_tiles * num_neuron_tiles, num_programs * 2
-    ):
-        token_tile, neuron_tile = tile_of(number, num_token_tiles, num_neuron_tiles, GROUP)
-        neuron, token = neuron_tile * BN, token_tile * BM
+    BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
+    dtype: gl.constexpr = outputs[0].dtype
+    layout: gl.constexpr = product_layout(256, BITS)
+    limit = M if BY_NEURON else N
+    acc = gl.zeros([64, 256], gl.float32, layout)
+    before = panels_of(acc.to(dtype), BITS)  # of the tile before, not yet stored
+    row_before, column_before, step = 0, 0, 0
+    for number in range(gl.program_id(0), tiles[0] * tiles[1], tiles[2]):
+        row, column = place_of(number, tiles, GROUP, BY_NEURON)
+        row += HALF * 64
         if x_scales is not None:
-            w_scale = of_neurons(w_scale_ptr, neuron, N, BN, layout)
-        else:
-            w_scale: gl.constexpr = None
+            w_scale = of_neurons(w_scale_ptr, row, N, 64, layout)
+            fetch_scales(x_scales, x_scale_ptr, column, M)
         if b_ptr is not None:
-            bias = of_neurons(b_ptr, neuron, N, BN, layout)
-        else:
-            bias: gl.constexpr = None
-        if x_scales is not None:
-            fetch_scales(x_scales, x_scale_ptr, token, M)
-        # Consumer 0 begins: its first wait names the phase before the first.
-        mbarrier.wait(order.index(TURN), (turn & 1) ^ (1 - TURN))
-        acc = gl.zeros([BN, BM], gl.float32, layout)
-        for k in range(num_steps):
-            stage = step % STAGES
-            mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-            x = x_buffers.index(stage).permute([1, 0])
-            acc = warpgroup_mma(w_buffers.index(stage), x, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=(acc,))
-            # The product before this one is done, so its buffers are free.
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            bias = of_neurons(b_ptr, row, N, 64, layout)
+        for i in gl.static_range(4):
+            acc = multiply(acc, ring, step, i == 0, HALF, STAGES)
+            if step >= num_steps:
+                buffer, place = g_buffers.index(i % 2), column_before + i * 64
+                store_panel(before[i], buffer, row_before, place, limit, outputs, BY_NEURON)
+            acc = release(acc, ring, step, i == 0, STAGES)
             step += 1
-        mbarrier.arrive(order.index(1 - TURN), count=1)
+        for _ in range(4, num_steps):
+            acc = multiply(acc, ring, step, 0, HALF, STAGES)
+            acc = release(acc, ring, step, 0, STAGES)
+            step += 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), count=1)
-        factors = bias, w_scale, x_scales
-        store_tile(acc, BITS, g_buffer, neuron, token, M, factors, threshold, outputs)
-        step += num_steps  # of the other consumer's tile
-        turn += 1
+        mbarrier.arrive(ring[3].index((step + STAGES - 1) % STAGES), count=1)
+        result = acc
+        if x_scales is not None:
+            x_scale = x_scales.load(gl.SliceLayout(0, layout))
+            result *= gl.expand_dims(w_scale, 1) * gl.expand_dims(x_scale, 0)
+        if b_ptr is not None:
+            result += gl.expand_dims(bias, 1)
+        before = panels_of(gate_value(result, threshold, dtype), BITS)
+        row_before, column_before = row, column
+    for i in gl.static_range(4):
+        buffer, place = g_buffers.index(i % 2), column_before + i * 64
+        store_panel(before[i], buffer, row_before, place, limit, outputs, BY_NEURON)
     tma.store_wait(0)
 
 
@@ -288,27 +311,31 @@ def consumer(
 def gate_hopper_kernel(
     x_desc, w_desc, b_ptr, x_scale_ptr, w_scale_ptr, g_desc, bits_ptr, zero_ptr, threshold,
     M, N, K, bits_stride, num_programs,
-    GROUP: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, BY_NEURON: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """g of a queue of tiles, and its bits; see gate.gate_bits. Stores 0 at zero_ptr."""
-    gl.static_assert(BM == 128 and BN == 128)
+    """g of a queue of tiles, and its bits; see gate.gate_bits. Stores 0 at zero_ptr.
+
+    A tile has 128 rows and 256 columns. K is at least 4 BK, and there is a tile for each program.
+    By tokens there is no bias, and no scale.
+    """
+    gl.static_assert(BM == (256 if BY_NEURON else 128) and BM + BN == 384)
+    gl.static_assert(BY_NEURON or (b_ptr is None and x_scale_ptr is None))
     if zero_ptr is not None:
         if gl.program_id(0) == 0:
             gl.store(zero_ptr, 0)
-    tiles = gl.cdiv(M, BM), gl.cdiv(N, BN), num_programs
-    w_buffers = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
-    x_buffers = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, BK], x_desc.layout)
-    g_buffers = gl.allocate_shared_memory(g_desc.dtype, [2, BN, BM // 2], g_desc.layout)
+    row_desc, column_desc = (w_desc, x_desc) if BY_NEURON else (x_desc, w_desc)
+    dtype: gl.constexpr = x_desc.dtype
+    row_buffers = gl.allocate_shared_memory(dtype, [STAGES, 128, BK], row_desc.layout)
+    column_buffers = gl.allocate_shared_memory(dtype, [STAGES, 256, BK], column_desc.layout)
+    g_buffers0 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
+    g_buffers1 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(order.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
-    num_steps = gl.cdiv(K, BK)
     if x_scale_ptr is not None:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         x_scales0 = gl.allocate_shared_memory(gl.float32, [BM], layout)
@@ -316,15 +343,16 @@ def gate_hopper_kernel(
     else:
         x_scales0: gl.constexpr = None
         x_scales1: gl.constexpr = None
-    ring = w_buffers, x_buffers, full, empty
+    ring = row_buffers, column_buffers, full, empty
+    tiles = gl.cdiv(M, BM), gl.cdiv(N, BN), num_programs
     inputs = b_ptr, w_scale_ptr, x_scale_ptr, threshold
-    outputs = g_desc, bits_ptr, bits_stride
-    work = ring, order, tiles, inputs, outputs, M, N, num_steps
+    work = ring, tiles, inputs, (g_desc, bits_ptr, bits_stride), M, N, gl.cdiv(K, BK)
+    descs = row_desc, column_desc
     gl.warp_specialize(
         [
-            (consumer, (work, g_buffers.index(0), x_scales0, GROUP, STAGES, 0)),
-            (consumer, (work, g_buffers.index(1), x_scales1, GROUP, STAGES, 1)),
-            (loader, (w_desc, x_desc, ring, tiles, K, GROUP, STAGES)),
+            (consumer, (work, g_buffers0, x_scales0, GROUP, STAGES, BY_NEURON, 0)),
+            (consumer, (work, g_buffers1, x_scales1, GROUP, STAGES, BY_NEURON, 1)),
+            (loader, (descs, ring, tiles, K, GROUP, STAGES, BY_NEURON)),
         ],
         [4, 1],
         [CONSUMER_REGISTERS, LOADER_REGISTERS],

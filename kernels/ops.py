@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 
-from twell.kernels import decode, dense, few, rowwise, union
+from twell.kernels import decode, dense, few, replay, rowwise, union
 from twell.kernels.common import DTYPES, INTERPRETED, Layer, empty_output, on_device
 from twell.kernels.float8 import quantize
 from twell.kernels.launch import MAX_CASES
@@ -230,8 +230,8 @@ OPTIONAL = "b_gate", "b_up", "b_down", "x_scale", "s_gate", "s_up"
 def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     """y by a path of FUNCTIONS; None: by the number of tokens."""
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
-    ffn = FUNCTIONS[known_path(path) or choose(x.shape[0])]
-    return launch(ffn, x, w_gate, *tensors, act=act)
+    path = known_path(path) or choose(x.shape[0])
+    return _run(path, x, w_gate, *tensors, activity=None, act=act, out=None)
 
 
 @operator.register_fake
@@ -359,12 +359,38 @@ def run(
             y = operator(x, *tensors, **given, path=path)
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
-    options = {} if activity is None or path == "dense" else {"activity": activity}
-    if out is not None:
-        options["out"] = out
-    y = launch(FUNCTIONS[path], x, *tensors, act=act, **options)
+    y = _run(path, x, *tensors, activity=activity, act=act, out=out)
     if out is not None:  # a launch is no in-place operation of torch, of which autograd knows
         torch.autograd.graph.increment_version(out)
+    return y
+
+
+def _run(
+    path: str,
+    x: Tensor,
+    *tensors: Tensor | None,
+    activity: Tensor | None,
+    act: Activation,
+    out: Tensor | None,
+) -> Tensor:
+    """`run` in a plain call, by a CUDA graph where it came with the same addresses before."""
+    options = {"act": act}
+    if out is not None:
+        options["out"] = out
+    if path == "dense":
+        return launch(dense.ffn, x, *tensors, **options)
+    if activity is not None:
+        options["activity"] = activity
+    if INTERPRETED or not replay.fits(x):
+        return launch(FUNCTIONS[path], x, *tensors, **options)
+    y = options["out"] = empty_output(x) if out is None else out
+    given = x, *tensors, y, activity
+    case = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in given]
+    replay.replay(
+        (path, act.name, act.threshold, *case),
+        x.device,
+        lambda: launch(FUNCTIONS[path], x, *tensors, **options),
+    )
     return y
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
 
 # Architectures without a row of their own that have the shared memory of another one.
 LIKE = {"sm_86": "sm_89", "sm_87": "sm_80"}
@@ -30,12 +31,11 @@ tiles a multiprocessor 1.39 [FP8].
 gate_tokens_fp8 | BM BN BK w s | 64 128 32 4 2| | 128 128 64 8 3 | 128 256 128 8 3| 128 256 64 8 3
 gate_neurons_fp8| BM BN BK w s | 128 64 32 4 2| | 128 128 64 8 3 | 256 128 128 8 3| 256 128 64 8 3
 
-gate_hopper.py, on sm_90 alone; w of a consumer; the compiler pipelines nothing. 131,072 tokens:
-4.33 ms, gate_neurons 4.83, tiles of 256 x 64 5.11 [A warp-specialised gate]. In groups of 4, 16,384
-tokens take an H100 0.504 ms, of 8 0.604; an H200 takes 0.56 and 0.54 [The gate on an H100].
-gate_neurons_hopper     | BM BN BK STAGES GROUP w s | | | | 128 128 64 6 4 4 1
-In FP8, 65,536 tokens: 1.118 ms, gate_neurons_fp8 1.414 [A warp-specialised gate].
-gate_neurons_hopper_fp8 | BM BN BK STAGES GROUP w s | | | | 128 128 128 6 4 4 1
+gate_hopper.py, on sm_90 alone; w of a consumer; the compiler pipelines nothing. On an H100, 131,072
+tokens: 4.19 ms, in groups of 8 4.58, gate_neurons 4.48, cuBLAS 4.24 [The gate by panels].
+gate_neurons_hopper     | BM BN BK STAGES GROUP w s | | | | 256 128 64 4 4 4 1
+gate_neurons_hopper_fp8 | BM BN BK STAGES GROUP w s | | | | 256 128 128 4 4 4 1
+gate_tokens_hopper      | BM BN BK STAGES GROUP w s | | | | 128 256 64 4 8 4 1
 
 128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [first version].
 gate_words        | BM BK w s    | 16 32 4 2      | 64 32 8 3      | 32 32 4 3      | 128 64 8 3
@@ -149,15 +149,8 @@ BY_TOKENS = {
 GATE_GROUP = 8
 # Versions of Triton whose Gluon compiles gate_hopper.py. Any other version may have changed Gluon.
 GLUON_VERSIONS = "3.6.", "3.7."
-# gate_hopper.py needs two tiles a program to overlap them. It was measured from 16,384 tokens on,
-# with 43 tiles for each multiprocessor, and not with fewer [A warp-specialised gate].
-HOPPER_TILES = 2
-# It reads a third more through the cache. With an H100's of 50 MB, 65,536 tokens take 2.21 ms,
-# gate_neurons 2.28; but 131,072 take 5.91 and 4.45. An H200 has 60 MB [The gate on an H100].
-SMALL_CACHE, SMALL_CACHE_TOKENS = 55 * 2**20, 65_536
-# Up to so many tokens, blocks of 128 are faster: 0.146 ms for 2,048 tokens (0.157). With more,
-# blocks of 64 read fewer rows a token: 6.9 ms for 131,072 (7.1) [Gate and unions].
-LARGE_BLOCK_TOKENS = 16_384
+# gate_hopper.py needs two tiles a program to overlap them, and this many steps of the summed axis.
+HOPPER_TILES, HOPPER_STEPS = 2, 4
 # Up to so many tokens decode.py computes without tensor cores: 16.2 us for 3 tokens, few.py 17.0;
 # for 4 tokens 17.9 and 17.1 [Few tokens, again].
 VECTOR_TOKENS = 3
@@ -169,9 +162,12 @@ TRACED_TOKENS = 4
 DEPENDENT_TOKENS = 256
 
 
-def block_tokens(num_tokens: int) -> int:
-    """Tokens that share a union in inference."""
-    return 128 if num_tokens <= LARGE_BLOCK_TOKENS else 64
+def block_tokens(*, fp8: bool) -> int:
+    """Tokens that share a union in inference.
+
+    131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84 [Blocks].
+    """
+    return 64 if fp8 else 128
 
 
 def row_warps(block_k: int) -> int:
@@ -226,25 +222,26 @@ def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@cache
-def has_small_cache(device: torch.device) -> bool:
-    """Whether the device's cache is smaller than gate_hopper.py needs for many tokens."""
-    return torch.cuda.get_device_properties(device).L2_cache_size < SMALL_CACHE
-
-
-def hopper_gate(num_tokens: int, intermediate_size: int, device: torch.device) -> bool:
-    """Whether gate_hopper.py computes the gate by neurons: device, Triton and size allow it."""
-    if architecture(device) != "sm_90":
+def hopper_gate(
+    num_tokens: int, w: Tensor, device: torch.device, *, by_neuron: bool, bias: bool
+) -> bool:
+    """Whether gate_hopper.py computes the gate of w [N, K]: device, Triton and size allow it."""
+    fp8 = w.itemsize == 1
+    if architecture(device) != "sm_90" or (not by_neuron and (bias or fp8)):
         return False
     import triton
 
     if triton.knobs.runtime.interpret or not triton.__version__.startswith(GLUON_VERSIONS):
         return False
-    if num_tokens > SMALL_CACHE_TOKENS and has_small_cache(device):
-        return False
-    tile = OPTIONS["gate_neurons_hopper"]["sm_90"]
-    num_tiles = -(-num_tokens // tile["BM"]) * -(-intermediate_size // tile["BN"])
-    return num_tiles >= HOPPER_TILES * num_processors(device)
+    tile = launch_options(hopper_name(by_neuron), device, fp8=fp8)
+    num_tiles = -(-num_tokens // tile["BM"]) * -(-len(w) // tile["BN"])
+    enough = num_tiles >= HOPPER_TILES * num_processors(device)
+    return enough and w.shape[1] >= HOPPER_STEPS * tile["BK"]
+
+
+def hopper_name(by_neuron: bool) -> str:
+    """The name of its options."""
+    return f"gate_{'neurons' if by_neuron else 'tokens'}_hopper"
 
 
 def launch_options(kernel: str, device: torch.device, *, fp8: bool = False) -> dict[str, int]:

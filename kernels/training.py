@@ -10,7 +10,7 @@ and sums the weight gradients over the active tokens of each neuron (weight_grad
                dWu = du^T x    dWg = dg^T x    dWd^T = h^T dy    dbu, dbg: the sums of du, dg
     non-gated: h = g = relu(x Wu^T + bu) and du = dh; other activations: activations.py
 
-    g        [N, tokens], neuron-major, forward only
+    g        by neurons (gate.py), forward only
     u, h, dh, du, dg over the unions [blocks * width, 64]
 
 Memory. Forward saves 8 bytes for each active entry and a quarter of a byte for each token and

@@ -45,7 +45,7 @@ from twell.kernels.common import (
     wide,
     with_bias,
 )
-from twell.kernels.gate import gate_bits
+from twell.kernels.gate import PANEL, gate_bits
 from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import block_tokens, launch_options, num_processors
 
@@ -186,7 +186,6 @@ def union_up_kernel(
     queue_ptr,
     M,
     N,
-    tokens,
     width,
     K,
     max_tiles,
@@ -203,13 +202,17 @@ def union_up_kernel(
         block, count, places, neurons = _tile(
             number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN
         )
-        columns = block * BM + tl.arange(0, BM)
+        columns = block.to(tl.int64) * BM + tl.arange(0, BM)
         u = None
         if GATED:
             u = listed_product(x_desc, w_ptr, block * BM, neurons, tl.arange(0, BK), K, EVEN, BM)
             u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
             u = with_bias(u, b_ptr, neurons, None, True)
-        g = tl.load(g_ptr + neurons[:, None] * tokens + columns[None, :]).to(tl.float32)
+        g = tl.load(
+            g_ptr
+            + neurons[:, None] * PANEL
+            + (columns // PANEL * width * PANEL + columns % PANEL)[None, :]
+        ).to(tl.float32)
         h = hidden(g, u, places, count, h_ptr.dtype.element_ty, ACT)
         _store(h_ptr, h, block, places, width, BM)
 
@@ -369,12 +372,12 @@ def up(
 ) -> Tensor:
     """h = (x w_up^T + b_up) * g over the unions, without a gate g; 0 where a token is inactive.
 
-    x [M, K]; g [N, tokens] as `gate_bits` stores it. Returns [blocks * width, block_m] in g.dtype,
+    x [M, K]; g as `gate_bits` stores it by neurons. Returns [blocks * width, block_m] in g.dtype,
     of which the first counts[block] of each block's `width` rows, rounded up to whole tiles, are
     set. h is rounded, u is not.
     """
     h = g.new_empty(unions.lists.numel(), block_m)
-    rest, sizes = (layer.b_up, x_scale, layer.s_up, g), (x.shape[0], *g.shape)
+    rest, sizes = (layer.b_up, x_scale, layer.s_up, g), (x.shape[0], len(layer.w_up))
     flags = dict(GATED=layer.gated, ACT=layer.act.name)
     return _over_unions(union_up_kernel, x, layer.w_up, rest, unions, h, *sizes, **flags)
 
@@ -468,7 +471,8 @@ def ffn(
     """
     y = empty_output(x) if out is None else out
     num_tokens, most = x.shape[0], chunk_tokens(layer.w_up.shape[0])
+    block_m = block_tokens(fp8=layer.w_up.itemsize == 1)
     size = round_up(cdiv(num_tokens, cdiv(num_tokens, most)), 256)
     for chunk in chunks(size, x, x_scale, y):
-        _chunk(*chunk, layer, block_tokens(num_tokens), activity)
+        _chunk(*chunk, layer, block_m, activity)
     return y

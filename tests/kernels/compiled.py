@@ -200,8 +200,7 @@ def compile_inference(
     some = x[:256], layer, None if x_scale is None else x_scale[:256]
     rowwise.ffn(*some, activity=activity)
     for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
-        for options.LARGE_BLOCK_TOKENS in (0, 256):
-            union.ffn(*some, activity=activity)
+        union.ffn(*some, activity=activity)
     for num_tokens in (1, 2, *few):
         scale = None if x_scale is None else x_scale[:num_tokens]
         decode.ffn(x[:num_tokens], layer, scale, activity=activity)

@@ -18,8 +18,8 @@ pytest.importorskip("triton.experimental.gluon")
 
 from twell.kernels import gate, gate_hopper, options
 
-BLOCK, STEP, STAGES = 128, 64, 3
-BARRIERS = ("full", "empty", "order")
+ROWS, COLUMNS, STEP, STAGES = 128, 256, 64, 3
+BY_NEURON = True
 
 
 class Wrong(Exception):
@@ -27,10 +27,10 @@ class Wrong(Exception):
 
 
 class Barrier:
-    """Completes a phase by an arrival, or by the bytes that it expects."""
+    """Completes a phase by `count` arrivals, or by the bytes that it expects."""
 
-    def __init__(self, name: str):
-        self.name, self.phases, self.bytes = name, 0, 0
+    def __init__(self, name: str, count: int):
+        self.name, self.count, self.arrived, self.phases, self.bytes = name, count, 0, 0, 0
 
     def passes(self, parity: int) -> bool:
         return self.phases % 2 != parity
@@ -39,18 +39,31 @@ class Barrier:
 class Buffer:
     """A place in shared memory: which block it holds, and the products that read it."""
 
-    shape, dtype = (STAGES, BLOCK, STEP), SimpleNamespace(primitive_bitwidth=16)
+    dtype = SimpleNamespace(primitive_bitwidth=16)
 
-    def __init__(self):
-        self.block, self.readers = None, 0
+    def __init__(self, size):
+        self.size, self.block, self.readers = size, None, 0
 
     def permute(self, order):
         return self
 
+    def slice(self, start, length):
+        return self
+
 
 class Several(list):
-    shape, dtype = Buffer.shape, Buffer.dtype
+    dtype = Buffer.dtype
     index = list.__getitem__
+
+
+class Sum:
+    """A tile's accumulators: the products in them, and those that still run."""
+
+    def __init__(self):
+        self.products, self.running = [], []
+
+    def to(self, dtype):
+        return self
 
 
 class Program:
@@ -61,24 +74,30 @@ class Program:
         self.copies, self.stored, self.error, self.waiting = [], [], None, {}
         self.main = threading.Semaphore(0)
         full, empty = (
-            Several(Barrier(f"{name}[{i}]") for i in range(STAGES)) for name in BARRIERS[:2]
+            Several(Barrier(f"{name}[{i}]", count) for i in range(STAGES))
+            for name, count in (("full", 1), ("empty", 2))
         )
-        order = Several(Barrier(f"order[{i}]") for i in range(2))
-        ring = *(Several(Buffer() for _ in range(STAGES)) for _ in "wx"), full, empty
-        work = ring, order, tiles, (None,) * 4, None, None, None, num_steps
-        w_desc, x_desc = (
-            SimpleNamespace(block_shape=[BLOCK, STEP], dtype=Buffer.dtype, name=name)
-            for name in "wx"
-        )
-        roles = [(gate_hopper.consumer, (work, None, None, 8, STAGES, turn)) for turn in (0, 1)]
-        loads = w_desc, x_desc, ring, tiles, num_steps * STEP, 8, STAGES
+        buffers = (Several(Buffer(size) for _ in range(STAGES)) for size in (ROWS, COLUMNS))
+        ring = *buffers, full, empty
+        outputs = SimpleNamespace(dtype=None), None, None
+        work = ring, tiles, (None,) * 4, outputs, None, None, num_steps
+        descs = [
+            SimpleNamespace(block_shape=[size, STEP], dtype=Buffer.dtype, name=name)
+            for name, size in (("rows", ROWS), ("columns", COLUMNS))
+        ]
+        g_buffers = Several([None] * 2)
+        roles = [
+            (gate_hopper.consumer, (work, g_buffers, None, 8, STAGES, BY_NEURON, half))
+            for half in (0, 1)
+        ]
+        loads = descs, ring, tiles, num_steps * STEP, 8, STAGES, BY_NEURON
         self.roles = [
             threading.Thread(target=self.role, args=role, daemon=True)
             for role in (*roles, (gate_hopper.loader, loads))
         ]
 
     def run(self) -> list:
-        """Stored tiles: neuron, token and products. Raises Wrong."""
+        """Stored panels: row, column and products. Raises Wrong."""
         for role in self.roles:
             self.waiting[role] = threading.Semaphore(0), lambda: True
             role.start()
@@ -105,12 +124,15 @@ class Program:
             program_id=lambda axis: self.number,
             minimum=min,
             float32=None,
-            zeros=lambda *given: SimpleNamespace(products=[], running=[]),
+            static_range=range,
+            zeros=lambda *given: Sum(),
         )
-        model = dict(gl=gl, tma=tma, mbarrier=SimpleNamespace(**names), store_tile=self.store)
+        model = dict(gl=gl, tma=tma, mbarrier=SimpleNamespace(**names), store_panel=self.store)
         model |= dict(warpgroup_mma=self.multiply, warpgroup_mma_wait=self.finish)
-        model |= dict(product_layout=lambda *given: None, range=range)
-        model["tile_of"] = FunctionType(gate_hopper.tile_of.fn.__code__, model)
+        model |= dict(product_layout=lambda *given: None, gate_value=lambda acc, *given: acc)
+        model |= dict(panels_of=lambda acc, bits: [acc] * 4, range=range)
+        for name in ("tile_of", "place_of", "multiply", "release"):
+            model[name] = FunctionType(getattr(gate_hopper, name).fn.__code__, model)
         turn, _ = self.waiting[threading.current_thread()]
         turn.acquire()
         try:
@@ -134,7 +156,9 @@ class Program:
 
     def arrive(self, barrier, count, pred=True):
         self.pause()
-        barrier.phases += bool(pred)
+        barrier.arrived += bool(pred)
+        if barrier.arrived == barrier.count:
+            barrier.arrived, barrier.phases = 0, barrier.phases + 1
 
     def expect(self, barrier, size):
         if barrier.bytes:
@@ -152,16 +176,15 @@ class Program:
         self.copies.remove(copy)
         buffer, block, ready = copy
         buffer.block = block
-        ready.bytes -= BLOCK * STEP * 2
+        ready.bytes -= buffer.size * STEP * 2
         ready.phases += not ready.bytes
 
-    def multiply(self, w, x, acc, use_acc, is_async):
+    def multiply(self, rows, columns, acc, use_acc, is_async):
         self.pause()
-        if use_acc != bool(acc.products):
-            raise Wrong("a tile does not begin with its first product")
-        acc.products.append((w.block, x.block))
-        acc.running.append((w, x))
-        for buffer in (w, x):
+        acc = acc if use_acc else Sum()
+        acc.products.append((rows.block, columns.block))
+        acc.running.append((rows, columns))
+        for buffer in (rows, columns):
             buffer.readers += 1
         return acc
 
@@ -173,38 +196,41 @@ class Program:
                 buffer.readers -= 1
         return deps[0]
 
-    def store(self, acc, bits, buffer, neuron, token, *given):
+    def store(self, acc, buffer, row, column, *given):
+        if acc.running:
+            raise Wrong("a tile is stored while it is computed")
         for _ in range(self.random.choice((0, 40))):
             self.pause()
-        self.stored.append((neuron, token, acc.products))
+        self.stored.append((row, column, acc.products))
 
 
 def run_programs(seed, num_steps, ignored=(), tiles=(5, 2), num_programs=2):
-    """Raises Wrong unless every tile is stored once, as the sum of its products."""
+    """Raises Wrong unless every panel is stored once, as the sum of its products."""
     stored = []
     for number in range(num_programs):
         stored += Program(number, (*tiles, num_programs), num_steps, seed, ignored).run()
-    steps = range(0, num_steps * STEP, STEP)
-    expected = [
-        (neuron, token, [(("w", neuron, k), ("x", token, k)) for k in steps])
-        for neuron in range(0, tiles[1] * BLOCK, BLOCK)
-        for token in range(0, tiles[0] * BLOCK, BLOCK)
-    ]
+    expected = []
+    for row in range(0, tiles[1] * ROWS, 64):
+        for column in range(0, tiles[0] * COLUMNS, 64):
+            first = row // ROWS * ROWS, column // COLUMNS * COLUMNS
+            products = [
+                (("rows", first[0], k), ("columns", first[1], k))
+                for k in range(0, num_steps * STEP, STEP)
+            ]
+            expected.append((row, column, products))
     if sorted(stored, key=str) != sorted(expected, key=str):
-        raise Wrong("a tile is missing, or the sum of other products")
+        raise Wrong("a panel is missing, or the sum of other products")
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
-def test_roles_store_every_tile_in_any_order(num_steps):
+@pytest.mark.parametrize("num_steps", [4, 5, 7])
+def test_roles_store_every_panel_in_any_order(num_steps):
     for seed in range(5):
         run_programs(seed, num_steps)
         run_programs(seed, num_steps, tiles=(9, 3), num_programs=4)  # tiles for odd programs
     run_programs(0, num_steps, tiles=(1, 1), num_programs=1)
 
 
-@pytest.mark.parametrize(
-    "ignored", [("order[0]",), ("order[1]",), ("full[1]",), ("empty[1]",)], ids=str
-)
+@pytest.mark.parametrize("ignored", [("full[1]",), ("empty[1]",)], ids=str)
 def test_no_barrier_can_be_left_out(ignored):
     with pytest.raises(Wrong):
         for seed in range(20):
@@ -213,7 +239,7 @@ def test_no_barrier_can_be_left_out(ignored):
 
 # The choice between the kernels
 
-ENOUGH = 128 * 6 - 127, 5632  # 6 x 44 tiles of 128, two for each of 132 multiprocessors
+ENOUGH = 256 * 6 - 127, 5632  # 264 tiles of 128 x 256, two for each of 132 multiprocessors
 
 
 @pytest.fixture
@@ -223,29 +249,22 @@ def hopper(monkeypatch):
     monkeypatch.setattr("triton.__version__", "3.6.0")
     monkeypatch.setattr(options, "architecture", lambda device: "sm_90")
     monkeypatch.setattr(options, "num_processors", lambda device: 132)
-    monkeypatch.setattr(options, "has_small_cache", lambda device: False)
     return monkeypatch
 
 
-def chosen(num_tokens=ENOUGH[0], num_neurons=ENOUGH[1]):
-    return options.hopper_gate(num_tokens, num_neurons, torch.device("cpu"))
+def chosen(num_tokens=ENOUGH[0], num_neurons=ENOUGH[1], k=256, by_neuron=True, bias=False):
+    w = torch.empty(num_neurons, k, dtype=torch.bfloat16, device="meta")
+    device = torch.device("cpu")
+    return options.hopper_gate(num_tokens, w, device, by_neuron=by_neuron, bias=bias)
 
 
 def test_hopper_takes_its_kernel_for_two_tiles_a_multiprocessor(hopper):
-    assert chosen() and not chosen(ENOUGH[0] - 1) and not chosen(num_neurons=43 * 128)
+    assert chosen() and not chosen(256 * 5) and not chosen(num_neurons=43 * 128)
 
 
-def test_a_small_cache_takes_it_for_fewer_tokens(hopper):
-    assert chosen(2**20)
-    hopper.setattr(options, "has_small_cache", lambda device: True)
-    assert chosen(2**16) and not chosen(2**16 + 1)
-
-
-@pytest.mark.parametrize("l2, small", [(50 * 2**20, True), (60 * 2**20, False)])
-def test_which_caches_are_small(l2, small, monkeypatch):
-    properties = SimpleNamespace(L2_cache_size=l2)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
-    assert options.has_small_cache.__wrapped__(torch.device("cuda")) == small
+def test_what_the_kernel_for_hopper_cannot_compute(hopper):
+    assert not chosen(k=240)
+    assert chosen(by_neuron=False) and not chosen(by_neuron=False, bias=True)
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_100", "sm_103", "gfx942", "cpu"])
@@ -285,11 +304,10 @@ def test_gate_bits_launches_the_chosen_kernel(version, by_neuron, hopper):
     hopper.setattr(gate, "num_processors", lambda device: 132)
     hopper.setattr(gate, "gate_bits_kernel", Recorder("any"))
     hopper.setattr(gate_hopper, "gate_hopper_kernel", Recorder("hopper"))
-    x, w = (torch.empty(size, 64, dtype=torch.bfloat16) for size in ENOUGH)
+    x, w = (torch.empty(size, 256, dtype=torch.bfloat16) for size in ENOUGH)
     g, bits = gate.gate_bits(x, w, None, by_neuron=by_neuron)
     ((name, grid, given),) = launched
-    assert name == ("hopper" if by_neuron and version == "3.6.0" else "any") and grid == (132,)
-    assert given["GROUP"] == (4 if name == "hopper" else 8)
-    assert given["BM"] == (128 if name == "hopper" or not by_neuron else 256)
-    shapes = ((5632, 768), (24, 5632)) if by_neuron else ((641, 5632), (768, 176))
+    assert name == ("hopper" if version == "3.6.0" else "any") and grid == (132,)
+    assert given["BM"] == (256 if by_neuron else 128)
+    shapes = ((24, 5632, 64), (48, 5632)) if by_neuron else ((1409, 5632), (1536, 176))
     assert (g.shape, bits.shape) == shapes

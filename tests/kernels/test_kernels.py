@@ -153,18 +153,18 @@ def expected_activity(tensors):
 
 
 @pytest.mark.parametrize(
-    "path, num_tokens, large_block_tokens, gated",
+    "path, num_tokens, gated, block_m",
     [
-        ("rowwise", 66, 0, True),
-        ("union", 66, 0, False),
-        ("union", 130, 1000, True),
-        ("decode", 130, 0, True),
-        ("decode", 17, 0, True),
-        ("decode", 2, 0, False),
+        ("rowwise", 66, True, 128),
+        ("union", 66, False, 64),
+        ("union", 130, True, 128),
+        ("decode", 130, True, 128),
+        ("decode", 17, True, 128),
+        ("decode", 2, False, 128),
     ],
 )
-def test_activity_is_counted(path, num_tokens, large_block_tokens, gated, monkeypatch):
-    monkeypatch.setattr(options, "LARGE_BLOCK_TOKENS", large_block_tokens)
+def test_activity_is_counted(path, num_tokens, gated, block_m, monkeypatch):
+    monkeypatch.setattr(union, "block_tokens", lambda fp8: block_m)
     changes = dict(num_tokens=num_tokens, intermediate_size=33, hidden_size=16, gated=gated)
     tensors = fuzz.layer(integer_case(path, **changes, biases=True), DEVICE)
     before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
@@ -216,7 +216,7 @@ def test_a_gate_that_rounds_to_zero_is_inactive(dtype):
     x[:, 0], w[:, 0] = torch.finfo(dtype).smallest_normal, 2.0**-30
     for by_neuron in (True, False):
         g, words = gate.gate_bits(x, w, None, by_neuron=by_neuron)
-        g = g.t() if by_neuron else g
+        g = g.permute(0, 2, 1).flatten(0, 1) if by_neuron else g
         assert not g[:2, :3].any() and not (words[:, :3] if by_neuron else words[:2, :1]).any()
     assert not gate_words(x, w).any()
 
@@ -233,7 +233,7 @@ def test_gate_bits(by_neuron, num_tokens, num_neurons, nonfinite):
     active = as_flags(words.t()).t() if by_neuron else as_flags(words)
     # Bits beyond M or N are 0 within a column of words; nothing reads the rest.
     if by_neuron:
-        g, active = g.t(), active[:, :num_neurons]
+        g, active = g.permute(0, 2, 1).flatten(0, 1), active[:, :num_neurons]
         assert not active[num_tokens:].any()
     else:
         active = active[:num_tokens, : -(-num_neurons // 32) * 32]

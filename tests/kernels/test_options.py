@@ -1,6 +1,5 @@
 """The table of launch options and its rules, and the headers of the kernels' files."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,6 @@ SOURCES = {
     for path in Path(options.__file__).parent.rglob("*.py")
     if path.name != "options.py"
 }
-
-
-def test_every_key_is_used_and_every_used_key_exists():
-    text = "".join(SOURCES.values())
-    # In launchers; some choose between two keys or add the number of a block's tokens.
-    keys = {
-        key
-        for call in re.findall(r"launch_options\(\s*([^)]*)\)", text)
-        for key in re.findall(r'"([a-z_0-9{}]+)"', call)
-    }
-    expanded = {key.replace("{block_m}", size) for key in keys for size in ("64", "128")}
-    in_fp8 = {key for key in options.OPTIONS if key.removesuffix("_fp8") in expanded}
-    used = {f'"{kernel}"' for kernel in options.BY_TOKENS}
-    assert all(kernel in text for kernel in used)
-    by_tokens = {f"{kernel}{size}" for kernel, sizes in options.BY_TOKENS.items() for size in sizes}
-    assert expanded | in_fp8 | by_tokens == set(options.OPTIONS)
 
 
 @pytest.mark.parametrize("block_m", [64, 128])
@@ -60,7 +43,6 @@ def test_sizes_decide():
     assert options.OPTIONS["gate_tokens"]["sm_90"] == dict(
         BM=128, BN=256, BK=64, num_warps=8, num_stages=3
     )
-    assert [options.block_tokens(m) for m in (1, 16_384, 16_385)] == [128, 128, 64]
     assert [options.row_warps(k) for k in (16, 1024, 2048, 4096, 65_536)] == [1, 1, 2, 4, 16]
     assert [options.decode_up(k)["BK"] for k in (48, 2048, 2064)] == [64, 2048, 4096]
     assert [options.decode_up(k)["num_warps"] for k in (48, 2064)] == [1, 2]

@@ -1,0 +1,80 @@
+"""CUDA graphs of eager calls that come again with the same addresses.
+
+Three or four launches of a path cost the host more than the GPU of a small layer. Launches depend on
+their arguments alone, and in a model that runs again and again the caching allocator gives every
+layer the same addresses. So `replay` captures the launches of a case that comes again, and replays
+the graph from then on. The kernels, their order and the bits stay the same.
+
+The workspace of a graph stays allocated. All graphs of a stream share it, since they run one after
+the other. docs/kernel-log.md has the times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+# More tokens keep the GPU busy for longer than the host takes for their launches.
+MAX_TOKENS = 4096
+REPEATS = 3  # calls of a case before its capture, so that all kernels are compiled and loaded
+MAX_CASES = 4096  # then all are dropped
+
+_cases: dict[Hashable, int | torch.cuda.CUDAGraph] = {}  # the number of calls, then the graph
+_streams: dict[tuple[int, int], tuple] = {}  # by device and stream: workspace, stream of captures
+_capturing = threading.Lock()
+
+
+def fits(x: Tensor) -> bool:
+    """Whether a call with x may be a graph: it waits for the host, and nobody captures it."""
+    return x.is_cuda and 0 < len(x) <= MAX_TOKENS and not torch.cuda.is_current_stream_capturing()
+
+
+def replay(key: tuple, device: torch.device, launch: Callable[[], object]) -> None:
+    """Call `launch`, or replay its graph where it came with this key before.
+
+    `key` names everything on which the launches depend, as addresses, sizes and options. `launch`
+    writes to tensors that exist before the call, and its kernels never wait for the host.
+    """
+    place = device.index, driver.active.get_current_stream(device.index)
+    case = place, key
+    known = _cases.get(case, 0)
+    if isinstance(known, torch.cuda.CUDAGraph):
+        known.replay()
+    elif known < REPEATS or not _capturing.acquire(blocking=False):
+        launch()
+        if len(_cases) >= MAX_CASES:
+            clear()
+        _cases[case] = known + 1
+    else:
+        try:
+            graph = _captured(place, launch)
+        finally:
+            _capturing.release()
+        _cases[case] = graph
+        graph.replay()
+
+
+def clear() -> None:
+    """Drop all graphs and their workspace."""
+    _cases.clear()
+    _streams.clear()
+
+
+def _captured(place: tuple[int, int], launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    with torch.cuda.device(place[0]):
+        if place not in _streams:
+            _streams[place] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        pool, stream = _streams[place]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # Other threads may allocate meanwhile.
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                launch()
+            finally:
+                graph.capture_end()
+    return graph
