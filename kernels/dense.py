@@ -5,7 +5,8 @@ storage type; h is computed in fp32 and rounded. Where most neurons are active, 
 sparse path is faster. Under torch.compile the operators use the plain formula instead, which fuses
 with its surroundings.
 
-With gate and up in FP8 their products are torch's, in FP8 too, and the third one stays in bf16.
+With gate and up in FP8 their products are torch's, in FP8 too, and so is the third one where `down`
+is given.
 
     x, y [M, K]    g, u, h [M, N]
     g = x w_gate^T + b_gate    u = x w_up^T + b_up    h = relu(g) u    y = h w_down_t + b_down
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twell.kernels.common import Layer, cdiv, narrow, of_gate, of_up, rectified
+from twell.kernels.float8 import quantize
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
 from twell.sparse import float8
@@ -56,10 +58,16 @@ def relu_times(g: Tensor, u: Tensor | None, act: Activation = RELU) -> Tensor:
 
 
 def ffn(
-    x: Tensor, layer: Layer, x_scale: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor,
+    layer: Layer,
+    x_scale: Tensor | None = None,
+    *,
+    down: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The dense layer: y [M, K] of x [M, K]; g, u and h are rounded to y.dtype.
 
+    `down`: values [K, N] and scales [K] of w_down in FP8, by which h is multiplied, in FP8 too.
     Workspace: g and u, 2 M N values, without a gate M N. The paper's dense baseline computes
     the same.
     """
@@ -74,6 +82,9 @@ def ffn(
         h = relu_times(linear(layer.w_gate, layer.s_gate, layer.b_gate), u, layer.act)
     else:
         h = u.relu_() if layer.act == RELU else relu_times(u, None, layer.act)
+    if down is not None:
+        y = float8.linear(*quantize(h), *down, layer.b_down)
+        return y if out is None else out.copy_(y)
     if out is None:
         return F.linear(h, layer.w_down_t.t(), layer.b_down)
     if layer.b_down is None:

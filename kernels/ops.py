@@ -231,7 +231,7 @@ def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     """y by a path of FUNCTIONS; None: by the number of tokens."""
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     path = known_path(path) or choose(x.shape[0])
-    return _run(path, x, w_gate, *tensors, activity=None, act=act, out=None)
+    return _run(path, x, w_gate, *tensors, act=act)
 
 
 @operator.register_fake
@@ -332,12 +332,13 @@ def run(
     *tensors: Tensor | None,
     activity: Tensor | None = None,
     act: Activation = RELU,
+    down: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """y [M, K] by a path of FUNCTIONS, for the tensors of the operator; no gradients.
 
-    path: None chooses by the number of tokens. `activity`: see the module; dense ignores it. `out`
-    [M, K]: where y goes. Raises ValueError for `activity` under torch.compile, RuntimeError where a
+    path: None chooses by the number of tokens. `activity`: see the module; dense ignores it. `down`:
+    w_down in FP8 for the dense path (dense.py). `out` [M, K]: where y goes. Raises ValueError for `activity` under torch.compile, RuntimeError where a
     tensor requires gradients.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
@@ -351,15 +352,17 @@ def run(
         given = {"activation": act.name, "threshold": act.threshold}
         if path == "dense" or is_transformed():
             check_tensors(x, *tensors)
-            in_fp8 = tensors[1].dtype == float8.FLOAT8
-            y = (float8.dense if in_fp8 else reference.ffn)(x, *tensors, act=act)
+            if tensors[1].dtype == float8.FLOAT8:
+                y = float8.dense(x, *tensors, act=act, down=down)
+            else:
+                y = reference.ffn(x, *tensors, act=act)
         elif path == "decode" and _can_trace(x, *tensors):
             y = traced_decode(x, *tensors, **given)
         else:
             y = operator(x, *tensors, **given, path=path)
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
-    y = _run(path, x, *tensors, activity=activity, act=act, out=out)
+    y = _run(path, x, *tensors, activity=activity, act=act, down=down, out=out)
     if out is not None:  # a launch is no in-place operation of torch, of which autograd knows
         torch.autograd.graph.increment_version(out)
     return y
@@ -369,16 +372,17 @@ def _run(
     path: str,
     x: Tensor,
     *tensors: Tensor | None,
-    activity: Tensor | None,
-    act: Activation,
-    out: Tensor | None,
+    activity: Tensor | None = None,
+    act: Activation = RELU,
+    down: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`run` in a plain call, by a CUDA graph where it came with the same addresses before."""
     options = {"act": act}
     if out is not None:
         options["out"] = out
     if path == "dense":
-        return launch(dense.ffn, x, *tensors, **options)
+        return launch(dense.ffn, x, *tensors, **options, down=down)
     if activity is not None:
         options["activity"] = activity
     if INTERPRETED or not replay.fits(x):

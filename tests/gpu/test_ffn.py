@@ -9,6 +9,7 @@ import twell
 from tests import fuzz
 from tests.factories import SEED, parallel
 from tests.gpu.test_gpu import two_gpus
+from twell.kernels import ops, replay
 from twell.measure import synthetic_layer
 from twell.sparse.activations import get_activation
 
@@ -49,6 +50,29 @@ def test_a_graph_is_captured_after_warm_up(num_tokens):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, twell.ffn(x, *weights, **options))
+
+
+@pytest.mark.parametrize("path", ["decode", "union", "rowwise"])
+@pytest.mark.parametrize("num_tokens", [1, 40, 700])
+def test_repeated_calls_replay_what_they_launched(path, num_tokens, monkeypatch):
+    x, w_gate, w_up, w_down_t = layer(num_tokens)
+    tensors = x, w_gate, w_up, w_down_t.t(), None, None, None
+    counted = [torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2)]
+    replay.clear()
+    out, streams = torch.empty_like(x), [torch.cuda.current_stream(), torch.cuda.Stream()]
+    for turn in range(12):
+        x.copy_(x.roll(1, 0) * 1.01)
+        w_up.mul_(0.99)  # in place, so that addresses stay
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[turn % 2]), torch.no_grad():
+            ops.run(path, *tensors, activity=counted[0], out=out)
+            torch.cuda.synchronize()
+            with monkeypatch.context() as patch:
+                patch.setattr(replay, "MAX_TOKENS", 0)
+                assert torch.equal(out, ops.run(path, *tensors, activity=counted[1]))
+    assert torch.equal(*counted)
+    graphs = [case for case in replay._cases.values() if isinstance(case, torch.cuda.CUDAGraph)]
+    assert len(graphs) == 2  # one for each stream
 
 
 def test_inductor_compiles_once_for_every_number_of_tokens():

@@ -30,9 +30,10 @@ MARGIN = 0.03
 SCALED_MARGIN = 0.10
 # How a layer is called: "eager", by code of torch.compile, or in a CUDA graph, which never waits.
 SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
-# The most of the host's time that a sparse path may take, as a share of the dense layer's on the
-# GPU: the rest of a model needs the host too, and waits where a layer needs more than dense does.
-HOST_SHARE = 0.5
+# The rest of a model needs the host too. So a sparse eager call may take the host as long as dense
+# does, or half as long as dense takes the GPU. Compiled code has cheaper launches than a call of one
+# layer: a sparse call must hide behind the GPU's time for dense, or save a tenth of dense's call.
+HOST_SHARES = {"eager": (1.0, 0.5), "compiled": (0.9, 1.0), "graph": (1.0, 1.0)}
 POSITIVE = "a number above 0"
 DECODE_CHUNK = 512  # decode takes more in chunks, each with launches of its own
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
@@ -259,10 +260,11 @@ class Calibration:
         alone, paths = self.predict(num_tokens, active, union), {}
         for situation in SITUATIONS:
             times = self._at_least(alone, num_tokens, situation)
-            if self.dtype != FLOAT8:  # whose dense path has launches from Python, too
-                host = self._at_least(dict.fromkeys(alone, 0.0), num_tokens, situation)
-                most = max(host["dense"], HOST_SHARE * alone["dense"])
-                times = {path: ms for path, ms in times.items() if host[path] <= most}
+            host = self._at_least(dict.fromkeys(alone, 0.0), num_tokens, situation)
+            of_call, of_gpu = HOST_SHARES[situation]
+            most = max(of_call * host["dense"], of_gpu * alone["dense"])
+            fits = {path for path in times if path == "dense" or host[path] <= most}
+            times = {path: ms for path, ms in times.items() if path in fits}
             best = min(times, key=times.get)
             wins = times[best] <= (1 - self.margin) * times["dense"]
             paths[situation] = best if wins else "dense"

@@ -7,9 +7,10 @@ fp32 scale, so that the row is values * scale:
 
 A neuron's weights are quantised once, a token's x in every call. Products are summed by the FP8
 tensor cores, with their short accumulators (torchao's "fast accumulation"), and scaled in fp32;
-g, h and y are rounded to bf16, and the down projection stays in bf16: its rows are gathered
-by neuron, and widening them costs the kernels more than it saves. A row of x with NaN or inf gets
-the scale NaN, so this token's y is NaN and no other token's.
+g, h and y are rounded to bf16, and the sparse paths keep the down projection in bf16: its rows are
+gathered by neuron, and widening them costs the kernels more than it saves. With `down`, dense passes
+multiply in FP8 there too. A row of x with NaN or inf gets the scale NaN, so this token's y is NaN
+and no other token's.
 
 Ours, not the paper's.
 """
@@ -44,12 +45,15 @@ class Float8DynamicActivationFloat8WeightConfig:
     """How `quantize_` stores a layer, named as torchao's configuration of the same kind.
 
     granularity: `PerRow()`, the only one.
+    down: dense passes compute the down projection in FP8 too, with a copy of its weights, a byte an
+        entry. N has to be a multiple of 16.
     keep_original: keep the bf16 weights on the CPU, so that `dequantize_` restores every bit; they
         take 4 bytes for each entry of gate and up together.
     """
 
     granularity: Any = PerRow()
     keep_original: bool = False
+    down: bool = False
 
     def __post_init__(self):
         if type(self.granularity).__name__ != "PerRow":
@@ -168,10 +172,15 @@ def ffn(*tensors: Tensor | None, act: Activation = RELU) -> Tensor:
     return add_bias(h.bfloat16().float() @ layer.w_down.float().t(), layer.b_down).bfloat16()
 
 
-def dense(*tensors: Tensor | None, act: Activation = RELU, **named: Tensor | None) -> Tensor:
-    """Return y [M, K] bf16 of a `Layer` by three products, of which down is in bf16.
+def dense(
+    *tensors: Tensor | None,
+    act: Activation = RELU,
+    down: tuple[Tensor, Tensor] | None = None,
+    **named: Tensor | None,
+) -> Tensor:
+    """Return y [M, K] bf16 of a `Layer` by three products.
 
-    g, u and h are rounded to bf16.
+    g, u and h are rounded to bf16. `down`: values and scales of w_down for a product in FP8.
     """
     layer = Layer.of(*tensors, **named)
     u = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
@@ -180,6 +189,8 @@ def dense(*tensors: Tensor | None, act: Activation = RELU, **named: Tensor | Non
     else:
         gate = linear(layer.x, layer.x_scale, layer.w_gate, layer.s_gate, layer.b_gate)
         h = act.hidden(act.gate(gate), u)
+    if down is not None:
+        return linear(*quantize(h), *down, layer.b_down)
     return nn.functional.linear(h, layer.w_down, layer.b_down)
 
 
@@ -187,27 +198,37 @@ class Float8Linear(nn.Module):
     """A linear layer with FP8 weights, for inference: y [..., N] in bf16 of x [..., K].
 
     weight [N, K] float8_e4m3fn, weight_scale [N] fp32 and bias [N] bf16 or None are saved under
-    these names. `original`, if kept, is the bf16 weight, on the CPU.
+    these names, unless `saved` is False. `original`, if kept, is the bf16 weight, on the CPU.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: Tensor | None, device=None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: Tensor | None,
+        device: torch.device | None = None,
+        saved: bool = True,
+    ):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        shape = out_features, in_features
-        self.register_buffer("weight", torch.empty(shape, dtype=FLOAT8, device=device))
+        weight = torch.empty(out_features, in_features, dtype=FLOAT8, device=device)
+        self.register_buffer("weight", weight, persistent=saved)
         scale = torch.empty(out_features, dtype=torch.float32, device=device)
-        self.register_buffer("weight_scale", scale)
+        self.register_buffer("weight_scale", scale, persistent=saved)
         kept = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
         self.register_parameter("bias", kept)
         self.original: Tensor | None = None
         self.trained = True, True  # whether weight and bias were parameters to train
 
     @classmethod
-    def of(cls, part: nn.Linear, keep_original: bool = False) -> Float8Linear:
-        """Return the quantised form of a linear layer in bf16."""
-        result = cls(part.in_features, part.out_features, part.bias, part.weight.device)
+    def of(
+        cls, part: nn.Linear, keep_original: bool = False, saved: bool = True
+    ) -> Float8Linear:
+        """Return the quantised form of a linear layer in bf16; without its bias if not saved."""
+        bias = part.bias if saved else None
+        result = cls(part.in_features, part.out_features, bias, part.weight.device, saved)
         result.weight, result.weight_scale = quantize(part.weight.detach())
-        has_bias = part.bias is not None
+        has_bias = bias is not None
         result.trained = part.weight.requires_grad, has_bias and part.bias.requires_grad
         if keep_original:
             result.original = part.weight.detach().to("cpu", copy=True)

@@ -212,6 +212,7 @@ class SparseFFN(nn.Module):
         self.silenced = False
         self.edit: Edit | None = None
         self.token_order: TokenOrder | None = None
+        self.dense_down: float8.Float8Linear | None = None
         self.train_path: str | None = None
         self.capacity = 0
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
@@ -353,6 +354,13 @@ class SparseFFN(nn.Module):
     def _keep_strides(self, _: object = None) -> None:
         if self._has_kernels and why_called(self.down_proj) is None:
             store_neuron_major(self.down_proj)
+        if self.dense_down is not None:
+            self.keep_down(True)
+
+    @torch.no_grad()
+    def keep_down(self, in_fp8: bool) -> None:
+        """Keep a copy of the down projection in FP8 for dense passes, or drop it."""
+        self.dense_down = float8.Float8Linear.of(self.down_proj, saved=False) if in_fp8 else None
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and self._is_quick(x):
@@ -479,7 +487,10 @@ class SparseFFN(nn.Module):
             h = self.edit.of_h(h)
         if (drop := self.parts.get("h_dropout")) is not None:
             h = drop(h)
-        return Result(self.down_proj(h), l1, activity)
+        if self.dense_down is None:
+            return Result(self.down_proj(h), l1, activity)
+        y = reference.add_bias(self.dense_down(h), self.down_proj.bias)
+        return Result(y.to(h.dtype), l1, activity)
 
     def _tensors(self, rows: Tensor) -> list[Tensor | None]:
         """Arguments of a sparse layer: rows, three weights, three biases, in autocast's type.
@@ -509,6 +520,12 @@ class SparseFFN(nn.Module):
         if torch.compiler.is_compiling():  # fused with what makes the rows
             tensors[0], scale = float8.quantize(rows)
         return [*tensors, scale, gate[2], up[2]]
+
+    @property
+    def _down(self) -> tuple[Tensor, Tensor] | None:
+        """The down projection in FP8 for the dense path; with an edit there is none."""
+        part = self.dense_down
+        return None if part is None or self.edit is not None else (part.weight, part.weight_scale)
 
     def _reference(self, rows: Tensor, wants: Wants) -> Result:
         if self.quantized and (wants.l1 or wants.activity):
@@ -563,7 +580,7 @@ class SparseFFN(nn.Module):
         with without_autocast(rows.device.type):
             # `forward` has asked whether the layer is readable, as the property `path` would again.
             path = self._path or ops.choose(rows.shape[0])
-            return Result(ops.run(path, *tensors, act=self.act))
+            return Result(ops.run(path, *tensors, act=self.act, down=self._down))
 
     def _auto(self, rows: Tensor, wants: Wants) -> Result:
         if not self._has_kernels:
@@ -595,7 +612,8 @@ class SparseFFN(nn.Module):
                 if unloaded is not None:
                     ops.run(unloaded, *tensors, act=self.act)
                 if not waits:
-                    result = Result(ops.run(path, *tensors, activity=activity, act=self.act))
+                    given = {"activity": activity, "act": self.act, "down": self._down}
+                    result = Result(ops.run(path, *tensors, **given))
         if result is None:
             chooser.note_quick(num_tokens)
             result = self._dense(rows, wants)
