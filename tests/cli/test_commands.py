@@ -17,7 +17,7 @@ from tests.factories.analysis import make_trace
 from twell import evaluate, measure, results
 from twell.cli import app, main, parse
 from twell.cli.runs import BEGIN, END
-from twell.measure import clock
+from twell.measure import runner
 from twell.sparse.calibration import Calibration, Point
 from twell.sparse.layer import backend_status
 
@@ -249,7 +249,7 @@ def measured(monkeypatch, tmp_path):
 
     for name in ("ffn", "ffn_steps", "train_step", "language_model"):
         monkeypatch.setattr(measure, name, recorder(name))
-    monkeypatch.setattr(clock, "Gpu", lambda: None)
+    monkeypatch.setattr(runner, "Gpu", lambda: None)
     monkeypatch.chdir(tmp_path)
 
     def run(words, name):

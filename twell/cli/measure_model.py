@@ -136,9 +136,9 @@ def command(
         raise ValueError("give a text or a --source, and not both")
 
     from twell import measure
-    from twell.measure import clock
+    from twell.measure import runner
 
-    clock.Gpu()  # before anything is loaded
+    runner.Gpu()  # before anything is loaded
     measure.language_model(
         model if is_config else CONFIG,
         overrides,

@@ -5,18 +5,18 @@ fp64, whole models with fp32, and training steps with dense ones; a wrong result
 Providers are timed in turns, since a GPU's clock falls while it works. Each row names the device,
 versions, commit and command.
 
-    patterns, imposed   layers and models of a known activity
-    case, check         a layer's inputs; what is exact for them, and one table of tolerances
-    clock, costs        times, energy and kernels; operations, bytes and the roofline
     providers, rows     names and columns of data/bench
-    tune                the paths of a model's layers, for good
-    layer, calibration  inference of one layer, and the times that "auto" chooses by
-    step, trainer       training: one layer forward and backward, one optimiser step of a model
-    grid                a few cases of one layer in both, for a device that nobody measured yet
-    serving             requests a second of transformers' continuous batching
-    precision           what FP8 costs in cross-entropy, on any device
+    patterns, imposed   layers and models of a known activity
+    check               exact results, and one table of tolerances
+    runner              bench(case, providers): check, turns, CUDA graphs, energy, kernels
+    case, quantized     one layer by each provider
+    layer, step         a layer's inference; its pass forward and backward
+    calibration, tune   the times that "auto" chooses by; the paths of a model's layers, for good
     sides, model, parts, decode
                         whole models: forward passes, layers, a layer's kernels, decoding
+    trainer             one optimiser step of a model
+    serving             requests a second of transformers' continuous batching
+    precision           what FP8 costs in cross-entropy, on any device
 
 The public functions load at first use: importing twell.measure.providers loads no torch.
 """
@@ -28,17 +28,14 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".calibration": "calibrate calibration_levels",
         ".check": "Exact TOLERANCE",
-        ".clock": "kernel_name",
-        ".costs": "ceilings kernel_formulas roofline work",
-        ".grid": "small_grid",
-        ".layer": "ffn",
+        ".layer": "ffn small_grid",
         ".model": "language_model",
         ".patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",
         ".providers": "Provider",
         ".precision": "quality",
         ".rows": "COLUMNS",
+        ".runner": "bench kernel_name",
         ".serving": "Load serve",
-        ".sides": "Compiled",
         ".step": "crossover ffn_steps",
         ".trainer": "train_step",
     },

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from operator import truediv
 from pathlib import Path
 
 import torch
 
 from twell import results
-from twell.measure import clock
-from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Call, Case, check_sizes, in_mode
-from twell.measure.check import Exact
-from twell.measure.float8 import Quantized
-from twell.measure.layer import checked
+from twell.measure import runner
+from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Case, check_sizes
+from twell.measure.layer import LayerBench
 from twell.measure.patterns import EVEN, SKEWED, Pattern, synthetic_layer
-from twell.measure.providers import DENSE_COMPILED, DENSE_FP8
-from twell.sparse import reference
+from twell.measure.providers import DENSE_COMPILED, DENSE_FP8, FP8, Provider
+from twell.measure.runner import bench
 from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, GRAPH, Calibration, Floor
 from twell.sparse.plan import WAITING
 
@@ -27,7 +23,6 @@ BEHIND = 2  # a path that takes so many times dense's time is not followed to hi
 # Where a call may wait for Python: up to 4 tokens, up to 512, and more take different kernels.
 FLOOR_TOKENS = 1, 2, 4, 8, 512, 2048
 CHECKED_TOKENS = 8, 512, 8192
-FLOOR_ROUNDS = 4
 CHECKED_CALLS = 8, 512, 2048  # of eager and of compiled calls
 CHECKED_ACTIVE = 20, 200
 PLANNED_ACTIVE = 29
@@ -56,11 +51,11 @@ def calibrate(
     to all; `out` is the JSON file. Calls that may wait for Python are timed eager and compiled too,
     without a CUDA graph. Then "auto" is compared with dense torch.compile, in FP8 with the faster
     of it and dense FP8, at sizes between those measured, in each situation, and on inputs unlike
-    those it observed; the worst of each is printed. About two minutes on an H200.
+    those it observed; the worst of each is printed. About two minutes on an H100.
     Training is not part of it: see `crossover`. Raises as `ffn` does, and FileNotFoundError where
     the folder of `out` does not exist. Ours.
     """
-    gpu = clock.Gpu()
+    gpu = runner.Gpu()
     check_sizes(tokens, hidden_size, intermediate_size)
     out = Path(out)
     if not out.parent.is_dir() or out.is_dir():
@@ -92,97 +87,59 @@ class Layers:
 
     def __init__(
         self,
-        gpu: clock.Gpu,
+        gpu: runner.Gpu,
         hidden_size: int,
         intermediate_size: int,
         gated: bool,
         quantized: bool = False,
     ):
         self.gpu, self.size, self.gated = gpu, (hidden_size, intermediate_size), gated
-        self.quantized = quantized
+        self.precision = FP8 if quantized else None
 
-    def case(self, num_tokens: int, active: float, pattern: Pattern = SKEWED) -> Case:
+    def case(
+        self,
+        num_tokens: int,
+        active: float,
+        pattern: Pattern = SKEWED,
+        calibration: Calibration | None = None,
+    ) -> Case:
         options = {"active": active, "pattern": pattern, "device": self.gpu.device}
         inputs = synthetic_layer(num_tokens, *self.size, **options)
         sets = WEIGHT_SETS if num_tokens <= GRAPH_TOKENS else 1
-        return Case.of(pattern.kind, inputs, self.gated, sets)
+        return Case.of(pattern.kind, inputs, sets, gated=self.gated, calibration=calibration)
 
-    def milliseconds(
-        self,
-        case: Case,
-        name: str,
-        calls: list[Call],
-        exact: tuple[Exact, *tuple[float, ...]],
-        mode: str | None = None,
-        quantile: str = "p50",
-    ) -> float:
-        """Return a quantile of the calls after a check, by default in the mode that `ffn` takes."""
-        mode = mode or ("graph" if len(case.x) <= GRAPH_TOKENS else "stream")
-        _, times, _ = checked(self.gpu, exact, f"{name} at {case}", calls, mode)
-        return clock.quantiles(times(clock.CALIBRATION_TURN))[quantile]
+    def provider(self, path: str | None) -> Provider:
+        """The layer by a path of the kernels; None: by "auto"."""
+        return Provider("triton" if path else "auto", path, precision=self.precision)
 
     def times(self, num_tokens: int) -> list[dict]:
         """Return rows of tokens, active, union, path and p50 for each level of activity."""
         rows, behind = [], set()
         for active in calibration_levels(self.size[1]):
-            case, times = self.case(num_tokens, active), {}
-            side = self._side(case)
-            for path in case.paths():  # dense comes first
-                if path not in behind:
-                    times[path] = self.milliseconds(
-                        case, path, side.path_calls(path), self._exact(side)
-                    )
-                    if times[path] > BEHIND * times["dense"]:
-                        behind.add(path)
+            case = self.case(num_tokens, active)
+            paths = {self.provider(path): path for path in case.paths() if path not in behind}
+            measured = bench(LayerBench(self.gpu, case, _mode(num_tokens)), paths, "calibration")
+            times = {paths[provider]: columns["p50"] for provider, columns in measured.items()}
+            behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
             columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
             rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
-            speeds = "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items())
-            print(f"{case}  {speeds}", flush=True)
+            _say(case, "", "  ".join(f"{path} {p50:.4f}" for path, p50 in times.items()))
         return rows
 
-    def floors(self, num_tokens: int) -> list[Floor]:
-        """Return the times of eager and of compiled calls of a layer with hardly any activity."""
+    def floors(self, num_tokens: int) -> Iterator[Floor]:
+        """Yield the times of eager and of compiled calls of a layer with hardly any activity."""
         case = self.case(num_tokens, 1)
-        side = self._side(case)
-        layer, floors = side.auto_layers()[0], []
         for situation in (EAGER, COMPILED):
-            call = functools.partial(in_mode(layer, situation), case.x)
-            calls, times = [call] * WEIGHT_SETS, {}  # in a row: the clock's own work counts once
-            # In turns, and the least of all: other work on the host slows every path for a while.
-            for _, path in product(range(FLOOR_ROUNDS), case.paths()):
-                waits = path == "dense" and (situation == COMPILED or num_tokens <= WAITING)
-                by_torch = waits and not self.quantized  # as "auto" calls it
-                layer.path, layer.backend = path, "dense" if by_torch else "triton"
-                name, exact = f"{path}, {situation},", self._exact(side)
-                ms = self.milliseconds(case, name, calls, exact, situation, "p20")
-                times[path] = min(ms, times.get(path, ms))
-            floors.append(Floor(situation, num_tokens, times))
-            speeds = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
-            print(f"{case}  {situation:<8}  {speeds}", flush=True)
+            # As "auto" calls dense where it does not wait for the kernels.
+            waits = self.precision is None and (situation == COMPILED or num_tokens <= WAITING)
+            by = {path: self.provider(path) for path in case.paths()}
+            if waits:
+                by["dense"] = Provider("dense", "dense")
+            measured = bench(LayerBench(self.gpu, case, situation), by.values(), "floor")
+            times = {path: measured[provider]["p20"] for path, provider in by.items()}
+            _say(case, situation, "  ".join(f"{path} {ms:.4f}" for path, ms in times.items()))
+            yield Floor(situation, num_tokens, times)
         torch.compiler.reset()  # compiled anew for each path, up to a limit
-        return floors
-
-    def _side(self, case: Case) -> Case | Quantized:
-        """The case in the precision of these layers."""
-        return Quantized(case) if self.quantized else case
-
-    def _exact(self, side: Case | Quantized) -> tuple[Exact]:
-        return (side.sparse if self.quantized else side.exact,)
-
-    def _dense(
-        self, case: Case, side: Case | Quantized, compiled, mode: str | None = None
-    ) -> float:
-        """Return ms of dense torch.compile; of FP8 layers, of the faster of bf16 and FP8."""
-        calls, quantile = case.calls(compiled, plain=True), "p50"
-        if mode:
-            calls, quantile = case.dense_calls("compiled"), "p20"
-        how = mode, quantile
-        dense = self.milliseconds(case, DENSE_COMPILED.name, calls, (case.exact,), *how)
-        if self.quantized:
-            calls = side.dense_calls()[DENSE_FP8]
-            exact = side.exact(DENSE_FP8)
-            dense = min(dense, self.milliseconds(case, DENSE_FP8.name, calls, exact, *how))
-        return dense
 
     def check_choices(self, calibration: Calibration) -> dict[str, float]:
         """Time "auto" where nothing was calibrated; print and return the worst ratios to dense.
@@ -192,64 +149,59 @@ class Layers:
         active neurons and all are active, before it can notice. "eager" and "compiled": calls of
         layers, and of dense torch.compile, one after the other.
         """
-        compiled = torch.compile(reference.ffn, fullgraph=True, dynamic=False)
-        worst = self._check_calls(calibration, compiled)
-        worst |= {"alike": 0.0, "even": 0.0, "busier": 0.0}
         n = self.size[1]
         planned = min(PLANNED_ACTIVE, n)
-        for tokens in CHECKED_TOKENS:
-            situation = GRAPH if tokens <= GRAPH_TOKENS else EAGER
-            known = self._side(self.case(tokens, planned))
-            plan = known.auto_layers(calibration)[0].chooser.path(tokens, situation)
-            full = self.case(tokens, n)
-            alike = [self.case(tokens, active) for active in CHECKED_ACTIVE if active < n]
-            for kind, case in (
-                *(("alike", case) for case in (*alike, full)),
-                ("even", self.case(tokens, planned, EVEN)),
-                ("busier", full),
-            ):
-                side = self._side(case)
-                layers = side.auto_layers(calibration)
-                path = layers[0].chooser.path(tokens, situation)
-                path = plan if kind == "busier" else path
-                calls = [functools.partial(layer, case.x) for layer in layers]
-                if kind == "busier":
-                    calls = side.path_calls(path)
-                ratio = self.milliseconds(case, f"auto ({path})", calls, self._exact(side))
-                ratio /= self._dense(case, side, compiled)
-                worst[kind] = max(ratio, worst[kind])
-                choice = f"auto took {path:<7} {ratio:.2f} of the time of torch.compile"
-                print(f"{case}  {kind:<6} {choice}", flush=True)
-        torch.compiler.reset()
+        levels = [active for active in CHECKED_ACTIVE if active < n]
+        checks = [
+            (kind, tokens, _mode(tokens), active, EVEN if kind == "even" else SKEWED)
+            for tokens in CHECKED_TOKENS
+            for kind, active in (
+                *(("alike", active) for active in (*levels, n)),
+                ("even", planned),
+                ("busier", n),
+            )
+        ]
+        checks += [
+            (situation, tokens, situation, planned, SKEWED)
+            for tokens, situation in product(CHECKED_CALLS, (EAGER, COMPILED))
+        ]
+        worst: dict[str, float] = {}
+        for kind, tokens, mode, active, pattern in checks:
+            case = self.case(tokens, active, pattern, calibration)
+            path = None
+            if kind == "busier":
+                (layer, *_) = self.case(tokens, planned, SKEWED, calibration).layers(
+                    self.provider(None)
+                )
+                path = layer.chooser.path(tokens, GRAPH if mode == "graph" else EAGER)
+            ratio, path = self._ratio(case, mode, path)
+            worst[kind] = max(ratio, worst.get(kind, 0.0))
+            _say(case, kind, f"auto took {path:<7} {ratio:.2f} of the time of torch.compile")
+            torch.compiler.reset()
         print(
-            f"worst against dense torch.compile: {worst['alike']:.2f} of its time with the "
-            f"activity known, {worst['even']:.2f} with even activity, {worst['busier']:.2f} "
-            f"planned for {PLANNED_ACTIVE} active neurons with all active; {worst[EAGER]:.2f} "
-            f"in eager and {worst[COMPILED]:.2f} in compiled calls one after the other",
+            "worst against dense torch.compile:",
+            f"{worst['alike']:.2f} of its time with the activity known,",
+            f"{worst['even']:.2f} with even activity,",
+            f"{worst['busier']:.2f} planned for {PLANNED_ACTIVE} active neurons with all active;",
+            f"{worst[EAGER]:.2f} in eager and {worst[COMPILED]:.2f} in compiled calls",
             flush=True,
         )
         return worst
 
-    def _check_calls(self, calibration: Calibration, compiled) -> dict[str, float]:
-        """The worst ratios to dense of calls one after the other, with the activity known."""
-        worst = {EAGER: 0.0, COMPILED: 0.0}
-        for tokens, situation in product(CHECKED_CALLS, worst):
-            case = self.case(tokens, min(PLANNED_ACTIVE, self.size[1]))
-            side = self._side(case)
-            layers = side.auto_layers(calibration)
-            path = layers[0].chooser.path(tokens, situation)
-            calls = [functools.partial(in_mode(layer, situation), case.x) for layer in layers]
-            auto = case, f"auto ({path})", calls, self._exact(side), situation, "p20"
-            pairs = [  # in turns, as in `floors`
-                (self.milliseconds(*auto), self._dense(case, side, compiled, situation))
-                for _ in range(FLOOR_ROUNDS)
-            ]
-            ratio = truediv(*map(min, zip(*pairs, strict=True)))
-            worst[situation] = max(ratio, worst[situation])
-            print(
-                f"{case}  {situation:<8} auto took {path:<7} {ratio:.2f} of the time of "
-                "torch.compile",
-                flush=True,
-            )
-            torch.compiler.reset()
-        return worst
+    def _ratio(self, case: Case, mode: str, path: str | None) -> tuple[float, str]:
+        """The time of "auto", or of a path, over dense; and the path."""
+        subject, own = LayerBench(self.gpu, case, mode), self.provider(path)
+        dense = [DENSE_COMPILED, *[DENSE_FP8] * (self.precision is not None)]
+        waits = mode in (EAGER, COMPILED)  # for the host, which other work slows for a while
+        measured = bench(subject, [own, *dense], "floor" if waits else "calibration")
+        ms = {key: columns["p20" if waits else "p50"] for key, columns in measured.items()}
+        path = path or subject.path_of_auto[own]()
+        return ms[own] / min(ms[provider] for provider in dense), path
+
+
+def _mode(num_tokens: int) -> str:
+    return "graph" if num_tokens <= GRAPH_TOKENS else "stream"
+
+
+def _say(case: Case, kind: str, what: str) -> None:
+    print(f"{case}  {kind:<8}  {what}", flush=True)

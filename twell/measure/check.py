@@ -1,7 +1,7 @@
 """Whether a result is correct: a layer against fp64, a model's hidden states against fp32.
 
-The exact layer is written out here once more, on purpose. `reference.ffn` is itself a provider that
-is checked, and gates near zero need the gate before its ReLU, and u, which the reference hides.
+The exact layer is written out here once more, on purpose: `reference.ffn` is itself a provider, and
+it hides the gate before its ReLU, which gates near zero need.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ AS_DENSE, FROM_DENSE = 1.25, 2.0
 # Sums in fp32 err by about this share of the sum of their terms' absolute values. A gate nearer to
 # zero is active or not by chance, and has its full gradient if it is.
 EDGE = 2.0**-21
-# The same for FP8 products, which tensor cores sum with 13 bits behind the point: the size of
-# errors that average out. It counts at random weights, whose active gates are a tail near zero: the
-# error of a layer is up to 0.7% there, 0.3% of it from sums. Of few entries one sum decides, whose
-# error is up to 3% (one token, 9 active neurons): K / 32 roundings to the same side.
+# The same for FP8 products, which tensor cores sum with 13 bits behind the point. It counts at
+# random weights, whose active gates are a tail near zero: the error of a layer is up to 0.7% there,
+# 0.3% of it from sums. Of few entries one sum decides, whose error is up to 3% (one token, 9 active
+# neurons): K / 32 roundings to the same side.
 FP8_SUM, FP8_SUM_OF_FEW = 2.0**-13, 2.0**-10
 BLOCK = 64  # consecutive tokens of a union
 CHUNK = 4096  # tokens computed in fp64 at a time
-OVER_TOKENS = "touched", "sums", "weight edge", "dw_gate", "dw_up", "dw_down"  # sums
+SUMMED = "touched", "sums", "weight edge", "dw_gate", "dw_up", "dw_down"  # over tokens
 SAMPLE = 4096  # tokens of a batch that are compared with fp32, and rows of each layer with fp64
 
 
@@ -69,8 +69,8 @@ class Exact:
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. touched: neurons active for any token.
     either: by tensor, the norm of the part of gates so near to zero that sums in fp32 may come out
-    on either side of it; for y, of what the errors of FP8 sums may change. slack: what the
-    tolerance is multiplied by.
+    on either side of it; for y, of what the errors of FP8 sums may change. slack: the factor of
+    the tolerance.
     """
 
     tensors: dict[str, Tensor]
@@ -97,15 +97,18 @@ class Exact:
         """
         wide = [None if weight is None else weight.double() for weight in weights]
         given = [x] if dy is None else [x, dy, dl1]
-        tensors: dict[str, Tensor] = {}
+        parts: dict[str, list[Tensor]] = {}
         for chunk in zip(*(tensor.split(CHUNK) for tensor in given), strict=True):
             for name, part in _chunk(wide, act, fp8, *chunk).items():
-                if name not in tensors:
-                    tensors[name] = part
-                elif name in OVER_TOKENS:
-                    tensors[name] += part
+                kept = parts.setdefault(name, [])
+                if name in SUMMED and kept:
+                    kept[0] += part
                 else:
-                    tensors[name] = torch.cat([tensors[name], part])
+                    kept.append(part)
+        tensors = {
+            name: several[0] if name in SUMMED else torch.cat(several)
+            for name, several in parts.items()
+        }
         counts, unions = tensors.pop("counts"), tensors.pop("unions")
         touched = int((tensors.pop("touched") > 0).sum())
         first = "dw_up" if wide[0] is None else "dw_gate"
@@ -171,7 +174,7 @@ def _chunk(
     dy: Tensor | None = None,
     dl1: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of some tokens, those OVER_TOKENS summed over them."""
+    """The tensors of some tokens; those SUMMED are sums over these tokens."""
     w_gate, w_up, w_down = weights
     first, rows = (w_up if w_gate is None else w_gate), x.double()
     gate = rows @ first.t()
@@ -183,7 +186,7 @@ def _chunk(
     tensors = {"counts": active.sum(1), "unions": unions, "touched": active.sum(0)}
     tensors["y"] = h @ w_down.t()
     if fp8:
-        tensors["sums"] = _open(rows, weights, gate, u)
+        tensors["sums"] = _changed_by_sums(rows, weights, gate, u)
     if dy is None:
         return tensors
     dh = dy.double() @ w_down + u.sign() * dl1.double()[:, None]
@@ -197,11 +200,10 @@ def _chunk(
     return tensors | {"dw_gate": dg.t() @ rows, "dw_up": du.t() @ rows}
 
 
-def _open(rows: Tensor, weights: Sequence[Tensor | None], gate: Tensor, u: Tensor) -> Tensor:
-    """The square of the norm of what errors of sums change in y, each on its own: [1].
-
-    The errors are as large as the sum of the terms' absolute values.
-    """
+def _changed_by_sums(
+    rows: Tensor, weights: Sequence[Tensor | None], gate: Tensor, u: Tensor
+) -> Tensor:
+    """The squared norm [1] of what errors as large as the terms' absolute sum change in y."""
     w_gate, w_up, w_down = weights
     first = w_up if w_gate is None else w_gate
     error = rows.abs() @ first.abs().t()
@@ -249,8 +251,7 @@ class Judge:
         if self.first is None:
             self.first, self.error = result, error
         distance = relative(result, self.first)
-        limit = FROM_DENSE * self.error
-        _require(distance, limit, f"{self.what} of {name} differ from dense ones")
+        _require(distance, FROM_DENSE * self.error, f"{self.what} of {name} differ from dense ones")
         return error
 
 
@@ -263,15 +264,14 @@ def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
 def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
     """Return what is exact for a layer's rows, with its weights as they are, and its limit."""
     parts = [ffn.gate_proj, ffn.up_proj, ffn.down_proj]
-    if not ffn.quantized:
-        weights = [part and part.weight for part in parts]
-        exact = Exact.of(rows, weights)
-        return exact, allowed(exact, rows, weights)
     in_fp8 = [isinstance(part, float8.Float8Linear) for part in parts]
     weights = [
         part and (float8.wide(*part.tensors[:2]) if quantized else part.weight)
         for part, quantized in zip(parts, in_fp8, strict=True)
     ]
+    if not ffn.quantized:
+        exact = Exact.of(rows, weights)
+        return exact, allowed(exact, rows, weights)
     exact = Exact.of(float8.wide(*float8.quantize(rows)), weights, fp8=True)
     return exact, exact.fp8_limit if in_fp8[2] else TOLERANCE["trained layer"]
 

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from twell.measure import check, imposed
 from twell.measure.providers import DENSE_EAGER, Provider
 from twell.measure.rows import significant
-from twell.measure.sides import COMPILE_OPTIONS, Bench, embed, exact_hidden_states
+from twell.measure.runner import Run, bench
+from twell.measure.sides import COMPILE_OPTIONS, ModelCase, Subject, embed, exact_hidden_states
 from twell.models.llama import SparseLlamaForCausalLM
 
 GENERATION = 64  # tokens that a document is continued by
@@ -158,53 +159,58 @@ class Decoder:
             step()
 
 
-def measure_decode(
-    bench: Bench, script: Tensor, context: int, providers: Sequence[Provider]
-) -> tuple[list[dict], Decoder]:
-    """Return rows of decode.csv for documents [B, context + steps], and the decoder."""
-    bench.become(DENSE_EAGER)
-    decoder = Decoder(bench.model, script, context)
-    decoder.read()
-    logits, activity = _dense_logits(decoder)
-    first = decoder.picked[:, context:].clone()
-    bench.observe(activity, len(script))
-    case = bench.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
-    title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
-    title += f"  {case['active']:.4g} active"
+class DecodeCase(ModelCase):
+    """Generations of documents, in a CUDA graph a step where the subject has graphs.
 
-    def once() -> None:
-        decoder.restart()
-        decoder.step()
+    Logits [steps, B, V] of the first documents are compared with fp32.
+    """
 
-    def prepare(provider: Provider) -> tuple[Tensor, Callable, dict]:
+    def __init__(self, subject: Subject, decoder: Decoder, title: str, logits: Tensor):
+        script, model = decoder.script, decoder.model
+        few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
+        exact = exact_hidden_states(model, script[:few])[:, decoder.context :].transpose(0, 1)
+        exact = exact @ model.lm_head.weight.float().t()
+        judge = check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])
+        super().__init__(subject, title, self._once, judge, decoder.steps)
+        self.decoder, self.first = decoder, decoder.picked[:, decoder.context :].clone()
+        judge.check(DENSE_EAGER.name, logits)
+
+    def _once(self) -> None:
+        self.decoder.restart()
+        self.decoder.step()
+
+    def run(self, provider: Provider) -> tuple[Tensor, Run, dict]:
+        decoder = self.decoder
         decoder.restart()
         step = functools.partial(decoder.step, provider.compilation)
-        taken = _captured(bench, step) if bench.graphs else step
-        result = decoder.generate(taken)
-        same = float((decoder.picked[:, context:] == first).double().mean())
-        return result, functools.partial(decoder.replay, taken), {"same": round(same, 4)}
+        if self.subject.graphs:
+            replay, (output,) = self.gpu.capture([step])
+            step = lambda: (replay(), output)[1]  # noqa: E731
+        logits = decoder.generate(step)
+        same = float((decoder.picked[:, decoder.context :] == self.first).double().mean())
+        columns = {"same": round(same, 4), "mode": "graph" if self.subject.graphs else "stream"}
+        return logits, functools.partial(decoder.replay, step), columns
 
-    judge = _judge(decoder, title)
-    judge.check(DENSE_EAGER.name, logits)
+
+def measure_decode(
+    subject: Subject, script: Tensor, context: int, providers: Sequence[Provider]
+) -> list[dict]:
+    """Return rows of decode.csv for documents [B, context + steps]."""
+    subject.become(DENSE_EAGER)
+    decoder = Decoder(subject.model, script, context)
+    decoder.read()
+    logits, activity = _dense_logits(decoder)
+    subject.observe(activity, len(script))
+    case = subject.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
+    title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
+    title += f"  {case['active']:.4g} active"
     rows = []
-    measured = bench.measure(title, providers, once, prepare, judge, per_call=decoder.steps)
+    measured = bench(DecodeCase(subject, decoder, title, logits), providers, "pass")
     for provider, columns in measured.items():
         speed = significant(1e3 * len(script) / columns["p50"], 5)
-        row = {"provider": provider.name, "path": bench.paths(provider, len(script))}
-        row["mode"] = "graph" if bench.graphs else "stream"
+        row = {"provider": provider.name, "path": subject.paths(provider, len(script))}
         rows.append(case | row | columns | {"tokens_per_second": speed})
-    return rows, decoder
-
-
-def _captured(bench: Bench, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The step, which replays a CUDA graph."""
-    replay, (output,) = bench.gpu.capture([step])
-
-    def replayed() -> Tensor:
-        replay()
-        return output
-
-    return replayed
+    return rows
 
 
 def _dense_logits(decoder: Decoder) -> tuple[Tensor, list[dict[str, float]]]:
@@ -216,12 +222,3 @@ def _dense_logits(decoder: Decoder) -> tuple[Tensor, list[dict[str, float]]]:
     block = min(len(decoder.script), check.BLOCK)
     pairs = zip(decoder.model.ffns, inputs, strict=True)
     return logits, [imposed.layer_activity(ffn, torch.cat(rows), block) for ffn, rows in pairs]
-
-
-def _judge(decoder: Decoder, title: str) -> check.Judge:
-    """Compares the logits [steps, B, V] of the first documents with fp32."""
-    script, model = decoder.script, decoder.model
-    few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
-    exact = exact_hidden_states(model, script[:few])[:, decoder.context :].transpose(0, 1)
-    exact = exact @ model.lm_head.weight.float().t()
-    return check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import functools
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from twell.measure import clock, weight_only
-from twell.measure.case import GRAPH_TOKENS, MODES, WEIGHT_SETS, Call, Case, Grid, in_mode
-from twell.measure.check import Exact
-from twell.measure.clock import Gpu
-from twell.measure.costs import ceilings, kernel_formulas, roofline, work
-from twell.measure.float8 import Quantized
-from twell.measure.providers import (
-    AUTO,
-    AUTO_FP8,
-    DENSE_COMPILED,
-    DENSE_EAGER,
-    DENSE_KERNELS,
-    Provider,
-)
+from twell.measure import quantized, runner
+from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Case, cases, check_sizes, compiled
+from twell.measure.patterns import Pattern
+from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
 from twell.measure.rows import Rows, require, significant
-from twell.sparse import float8
+from twell.measure.runner import MODES, Call, bench, repeat
 from twell.sparse.activations import get_activation
 from twell.sparse.calibration import EAGER, Calibration
+
+DENSE = DENSE_EAGER, DENSE_COMPILED  # in every mode
 
 
 @torch.no_grad()
@@ -51,7 +44,7 @@ def ffn(
 ) -> list[dict]:
     """Time one layer: dense (eager, compiled, our kernels), each sparse path, and "auto".
 
-    In bf16, and on a GPU that has it in FP8 too (measure/float8.py).
+    In bf16, and on a GPU that has it in FP8 too (quantized.py).
 
     Args:
         tokens: numbers of tokens.
@@ -64,160 +57,117 @@ def ffn(
         bias: whether the projections have biases, of zeros; they join the column `pattern`. Then,
             and for other activations, neither FP8 nor integer weights are timed.
         merged: gate and up are halves of one weight; it joins the column too, and is in bf16 alone.
-        mode: one of MODES (see `clock`); default: graph up to 4,096 tokens, else stream. In the
+        mode: one of MODES (see `runner`); default: graph up to 4,096 tokens, else stream. In the
             modes "eager" and "compiled" neither FP8 nor integer weights are timed.
         masks: name -> [T, N] bool; default: those of `recorded_masks()`.
         energy: also measure the energy of each call: over a second more for each row.
         kernels: also measure each kernel of our paths; needs `out`.
         calibration: the times that "auto", which knows the activity, chooses by; None: its default.
-        out: the folder of ffn.csv, kernels.csv and ceilings.csv.
+        out: the folder of ffn.csv and kernels.csv.
 
-    Returns the rows of ffn.csv, COLUMNS["ffn"]. The dense baselines have w_down as nn.Linear
-    stores it. In the modes "eager" and "compiled" they are modules, as layers of "auto" are.
-    Decoding is timed up to 1,024 tokens, row-wise up to 10^8 active entries. Raises ValueError for
-    unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU. Ours.
+    Returns the rows of ffn.csv, COLUMNS["ffn"]. Decoding is timed up to 1,024 tokens, row-wise up
+    to 10^8 active entries. Raises ValueError for unfit arguments, ArithmeticError for a wrong
+    result, RuntimeError without a GPU. Ours.
     """
-    gpu = clock.Gpu(energy)
+    gpu = runner.Gpu(energy)
     act = get_activation(activation, gated=gated, sparse=True)
-    grid = Grid(tokens, active, patterns, hidden_size, intermediate_size, gated, masks, act)
-    grid = replace(grid, bias=bias, merged=merged)
-    _check_mode(mode, merged)
-    bench = Bench(gpu, out, ["ffn", "kernels"], kernels)
-    for num_tokens in tokens:
-        how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
-        dense = grid.dense(), in_mode(grid.dense(), "compiled")
-        for case in grid.cases(num_tokens, 1 if how == "stream" else WEIGHT_SETS, gpu.device):
-            _measure(bench, case, how, dense, calibration)
-            del case
-        torch.compiler.reset()  # compiled anew each time, up to a limit
-    return bench.rows.by_file["ffn"]
-
-
-def _check_mode(mode: str | None, merged: bool) -> None:
+    check_grid(tokens, patterns, hidden_size, intermediate_size, kernels, out)
     known = mode is None or mode in MODES
     require(known, f"mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    apart = not merged or mode in (None, "stream", "graph")
-    require(apart, f"merged: its baseline is timed in the modes stream and graph, not in {mode}")
+    fits = gated and not bias and mode in (None, "stream", "graph")
+    unfit = "merged: of gated layers without biases, in the modes stream and graph"
+    require(fits or not merged, unfit)
+    grid = {"patterns": patterns, "active": active, "masks": masks, "gated": gated, "act": act}
+    grid |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "bias": bias}
+    grid |= {"merged": merged, "calibration": calibration}
+    rows = Rows(out, ["ffn", "kernels"])
+    for num_tokens in tokens:
+        how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
+        for case in cases(num_tokens, 1 if how == "stream" else WEIGHT_SETS, gpu.device, **grid):
+            LayerBench(gpu, case, how).measure(rows, kernels)
+            del case
+        torch.compiler.reset()  # compiled anew each time, up to a limit
+    return rows.by_file["ffn"]
 
 
-def _measure(
-    bench: Bench,
-    case: Case,
-    mode: str,
-    dense: tuple[Callable, Callable],
-    calibration: Calibration | None,
+def check_grid(
+    tokens: Sequence[int],
+    patterns: Sequence[str],
+    hidden_size: int | None,
+    intermediate_size: int,
+    kernels: bool,
+    out: str | Path | None,
 ) -> None:
-    """Add the rows of ffn.csv and kernels.csv for one case."""
-    layers = {AUTO: case.auto_layers(calibration)}
-    paths = {Provider("triton", path): case.path_calls(path, mode) for path in case.paths()}
-    if mode in ("eager", "compiled"):  # where the host's work counts, a module's belongs to it
-        several = map(case.dense_calls, ("eager", "compiled"))
-    else:
-        several = (case.calls(function, plain=True) for function in dense)
-    calls = dict(zip((DENSE_EAGER, DENSE_COMPILED), several, strict=True)) | paths
-    quantized, others = None, {}  # others: what is exact for their widened weights
-    quantizable = case.plain and mode in ("stream", "graph")
-    for provider, kind in weight_only.providers(case).items() if quantizable else ():
-        calls[provider], others[provider] = weight_only.calls(case, kind)
-    if quantizable and float8.why_not(bench.gpu.device) is None:
-        quantized = Quantized(case)
-        calls |= quantized.dense_calls() | quantized.sparse_calls()
-        layers[AUTO_FP8] = quantized.auto_layers()
-    for provider, several in layers.items():
-        calls[provider] = [partial(in_mode(layer, mode), case.x) for layer in several]
-    runs: dict[Provider, clock.Run] = {}
+    """Raise ValueError for unfit arguments of `ffn` and `ffn_steps`."""
+    for name in patterns:
+        Pattern(name)
+    check_sizes(tokens, 16 if hidden_size is None else hidden_size, intermediate_size)
+    somewhere = not kernels or out is not None
+    require(somewhere, "the rows of kernels go to a file; say in which folder (out)")
 
-    def check(provider: Provider) -> tuple[dict, Callable]:
-        exact = quantized.exact(provider) if provider.in_fp8 else others.get(provider)
-        run = f"{provider} at {case}", calls[provider], mode
-        columns, times, runs[provider] = checked(bench.gpu, exact or (case.exact,), *run)
-        return columns, partial(times, clock.LAYER_TURN)
 
-    rows, parts = [], []
-    formulas = kernel_formulas(case.columns, case.exact)
-    for provider, columns in clock.measure(calls, check, clock.LAYER_ROUNDS).items():
-        # It looks again while it runs, so its path is read after the calls.
-        path = provider.path or "dense"
-        if provider in layers:
+class LayerBench:
+    """The forward pass of a case's layers, checked in the mode in which they are timed."""
+
+    def __init__(self, gpu: runner.Gpu, case: Case, mode: str):
+        self.gpu, self.case, self.mode = gpu, case, mode
+        self.allowed = 0.0  # relative RMS, where it is more than the tolerance
+        self.calls: dict[Provider, list[runner.Run]] = {}
+        self.path_of_auto: dict[Provider, functools.partial] = {}
+
+    def prepare(self, provider: Provider) -> Call:
+        case, mode = self.case, self.mode
+        layers = case.layers(provider)
+        if provider.backend == "auto":
             situation = EAGER if mode == "stream" else mode
-            path = layers[provider][0].chooser.path(len(case.x), situation)
-        number = len(calls[provider])
-        columns |= {"path": path, "mode": mode, "weight_sets": number}
-        rows.append(bench.row(case, provider, columns, runs[provider], number))
-        if provider == DENSE_KERNELS or provider.sparse_path:
-            parts += bench.kernel_rows(rows[-1], calls[provider], formulas)
-    bench.rows.add("ffn", rows)
-    bench.rows.add("kernels", parts)
+            ask = functools.partial(layers[0].chooser.path, len(case.x), situation)
+            self.path_of_auto[provider] = ask
+        if provider.precision in quantized.ALLOWED:
+            layers = [compiled(layer, options=quantized.OPTIONS) for layer in layers]
+        elif provider.compiled or (mode == "compiled" and provider not in DENSE):
+            layers = [compiled(layer) for layer in layers]
+        calls = self.calls[provider] = [functools.partial(layer, case.x) for layer in layers]
+        if mode == "stream":
+            run, outputs = calls[0], [calls[0]()]
+        elif mode == "graph":
+            run, outputs = self.gpu.capture(calls)
+            run()
+        else:
+            run, outputs = functools.partial(repeat, calls, 1), [call() for call in calls]
+        exact, limit = case.exact_for(provider)
+        limit = max(limit, self.allowed)
+        error = max(exact.check(y, f"{provider} at {case}", limit) for y in outputs)
+        columns = {"relative_rms": significant(error, 3)}
+        return Call(run, columns, len(outputs), flush=mode == "stream")
+
+    def measure(self, rows: Rows, kernels: bool) -> None:
+        """Add the rows of ffn.csv and kernels.csv."""
+        case, mode = self.case, self.mode
+        results, parts = [], []
+        providers = case.providers(rounded=mode in ("stream", "graph"))
+        for provider, columns in bench(self, providers).items():
+            ask = self.path_of_auto.get(provider)  # after the calls: it looks again while it runs
+            path = ask() if ask else provider.path or "dense"
+            about = {"provider": provider.name, "path": path, "mode": mode}
+            row = case.columns | about | {"weight_sets": len(self.calls[provider])} | columns
+            results.append(row)
+            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
+                kernels_of = runner.kernel_rows(self.gpu, self.calls[provider])
+                parts += [row | kernel for kernel in kernels_of]
+        rows.add("ffn", results)
+        rows.add("kernels", parts)
 
 
-def checked(
-    gpu: Gpu, exact: tuple[Exact, *tuple[float, ...]], what: str, calls: Sequence[Call], mode: str
-) -> tuple[dict, Callable[[float], np.ndarray], clock.Run]:
-    """Check calls in the mode in which they are timed: in a graph, all calls at once.
+def small_grid(folder: str | Path) -> Path:
+    """Measure one layer, in inference and training, into a folder; return the folder. Minutes.
 
-    exact: what they compute, and, where it is more than the tolerance, the error they may have.
-    Returns the column of the check, what times them for so many ms, and the call that it repeats.
+    For a device that nobody measured yet. `twell measure ffn` runs in a process of its own, so each
+    row names a command that can be repeated. Raises RuntimeError without a GPU, CalledProcessError
+    where the command fails.
     """
-    if mode == "stream":
-        run, outputs = calls[0], [calls[0]()]
-        times = partial(gpu.stream_times, run)
-    elif mode == "graph":
-        run, outputs = gpu.capture(calls)
-        run()
-        times = partial(clock.graph_times, gpu, run, len(calls))
-    else:
-        run, outputs = partial(clock.repeat, calls, 1), [call() for call in calls]
-        times = partial(clock.graph_times, gpu, run, len(calls))
-    result, *allowed = exact
-    error = max(result.check(y, what, *allowed) for y in outputs)
-    return {"relative_rms": significant(error, 3)}, times, run
-
-
-class Bench:
-    """What all cases of a command share: the clock, the rows, and the GPU's ceilings.
-
-    kernels: also measure each kernel; raises ValueError for such rows without a folder.
-    """
-
-    def __init__(self, gpu: Gpu, out: str | Path | None, files: Sequence[str], kernels: bool):
-        somewhere = not kernels or out is not None
-        require(somewhere, "the rows of kernels go to a file; say in which folder (out)")
-        self.gpu, self.kernels = gpu, kernels
-        self.rows = Rows(out, [*files, "ceilings"])
-        self.peaks = ceilings(gpu)
-        self.rows.add("ceilings", self.peaks)
-
-    def row(
-        self,
-        case: Case,
-        provider: Provider,
-        columns: dict,
-        run: clock.Run,
-        calls: int = 1,
-        backward: bool = False,
-    ) -> dict:
-        """Return a provider's row; `columns` has its path, check and times."""
-        c, exact, p50 = case.columns, case.exact, columns["p50"]
-        shape = c["tokens"], c["hidden_size"], c["intermediate_size"], c["gated"]
-        row = c | {"provider": provider.name} | columns
-        cost = None  # in other types other ceilings apply
-        if provider.precision is None:
-            cost = work(row["path"], *shape, exact.entries, exact.touched, backward)
-        return row | self._work(cost, p50) | clock.energy(self.gpu, run, calls, p50)
-
-    def kernel_rows(
-        self, row: dict, calls: Sequence[clock.Run], formulas: Mapping | None = None
-    ) -> list[dict]:
-        """Return a provider's row once for each of its kernels, with kernel, launches and ms."""
-        rows, times = [], clock.kernel_times(self.gpu, calls) if self.kernels else {}
-        for name, (launches, ms) in times.items():
-            kernel = {"kernel": name, "launches": round(launches, 2), "ms": significant(ms, 4)}
-            cost = (formulas or {}).get((row["path"], name))
-            rows.append(row | kernel | self._work(cost, kernel["ms"]))
-        return rows
-
-    def _work(self, cost: tuple[int, int] | None, ms: float) -> dict:
-        """The columns flops, bytes and roofline; None without a formula."""
-        flops, num_bytes = cost or (None, None)
-        share = roofline(*cost, ms, self.peaks) if cost else None
-        return {"flops": flops, "bytes": num_bytes, "roofline": share}
+    runner.Gpu()
+    for grid in ("--tokens 1,64,16384 --kernels", "--tokens 16384 --backward"):
+        options = f"{grid} --active 3,29,300 --pattern skewed,even --out".split()
+        command = [sys.executable, "-m", "twell", "measure", "ffn", *options, str(folder)]
+        subprocess.run(command, check=True)
+    return Path(folder)

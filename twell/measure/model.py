@@ -11,24 +11,40 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from twell.measure import check, clock, imposed
+from twell.measure import check, imposed, runner
 from twell.measure.case import GRAPH_TOKENS, Case
 from twell.measure.decode import GENERATION, joined_projections, measure_decode
-from twell.measure.layer import checked
-from twell.measure.parts import decode_parts, measure_parts
+from twell.measure.layer import LayerBench
+from twell.measure.parts import measure_parts
 from twell.measure.patterns import IMPOSED
-from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider, model_providers
+from twell.measure.providers import (
+    AUTO,
+    DENSE_COMPILED,
+    DENSE_EAGER,
+    FP8,
+    FP8_ALL,
+    Provider,
+    model_providers,
+)
 from twell.measure.rows import LAYER_TIMES, Rows, require, significant
-from twell.measure.sides import Bench, check_model, exact_hidden_states, forward, random_model
+from twell.measure.runner import bench
+from twell.measure.sides import (
+    ModelCase,
+    Subject,
+    check_model,
+    exact_hidden_states,
+    forward,
+    random_model,
+)
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.models.order import order_tokens
-from twell.sparse import float8, reference
+from twell.sparse import float8
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN, captured_by_hand
 
@@ -73,7 +89,7 @@ def language_model(
         profile: how the activity varies over layers, see `Pattern`.
         active: means over layers, each imposed and measured in turn; default: the paper's.
         layers: also time each feed-forward layer alone, on the first of the batches.
-        parts: also say where a layer's time goes, on the first of the batches and in decoding.
+        parts: also say where a layer's time goes, on the first of the batches.
         decode: numbers of documents to continue by GENERATION tokens behind `decode_context`.
         compiled: True: only with compiled layers; False: only eager; None: both.
         tuned: also time decoding with layers that Inductor tunes.
@@ -87,155 +103,84 @@ def language_model(
     rows by file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong
     result, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
-    gpu = clock.Gpu(energy)
-    plan = Plan(shapes, decode, decode_context, layers, parts, compiled, tuned, fp8)
-    plan.check(gpu, checkpoint, active, ordered, alike)
+    gpu, rows = runner.Gpu(energy), Rows(out, FILES)
+    sizes = [number for shape in shapes for number in shape]
+    for name, numbers in (("shapes", sizes), ("decode", [*decode, decode_context])):
+        least = min(numbers, default=1)
+        require(least >= 1, f"{name} holds {least}; it has to be at least 1")
+    for name, first in {"layers": layers, "parts": parts, "alike": alike}.items():
+        unfit = f"{name}: measured on the first of the batches, and there is none"
+        require(bool(shapes) or not first, unfit)
+    unfit = "tuned: decoding is timed so with compiled layers; say how many documents to decode"
+    require(not tuned or bool(decode and compiled is not False), unfit)
+    require(not (layers and ordered), "layers: they are timed in the text's order; ordered is not")
+    reason = float8.why_not(gpu.device) if fp8 else None
+    require(reason is None, f"FP8 cannot be measured here: {reason}")
+    lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
+    longest = max(lengths, default=1)
     if checkpoint is None:
-        given = _random(size, overrides, profile, active, plan.longest, gpu.device)
+        means = [imposed.paper_active(size)] if active is None else active
+        model, config = random_model(size, overrides, longest, gpu.device)
+        pattern = replace(IMPOSED, profile=profile)
+        levels = [pattern.means(config.num_layers, mean) for mean in means]
+        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     else:
-        size, profile = checkpoint[0], ORDERED if ordered else "checkpoint"
-        given = _given(*checkpoint, ordered, plan.longest, gpu.device)
-    model, draw, levels = given
-    bench = Bench(size, model, profile, calibration, gpu, graphs)
-    with captured_by_hand() if graphs else nullcontext():
-        return plan.run_all(bench, draw, levels, alike, Rows(out, FILES))
+        (size, model, _), profile, levels = checkpoint, "checkpoint", [None]
+        draw = _draw_from(*checkpoint, longest, gpu.device)
+        model = model.to(gpu.device).requires_grad_(False).eval()
+        if ordered:
+            profile = ORDERED
+            order_tokens(model)
+    subject = Subject(size, model, profile, calibration, gpu, graphs)
+    in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
+    providers = model_providers(compiled, precisions=in_passes)
+    in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure: arguments of `language_model`. Raises ValueError for unfit ones."""
-
-    shapes: Sequence[tuple[int, int]]
-    decode: Sequence[int]
-    decode_context: int
-    layers: bool
-    parts: bool
-    compiled: bool | None
-    tuned: bool
-    fp8: bool
-
-    def __post_init__(self):
-        sizes = [number for shape in self.shapes for number in shape]
-        for name, numbers in (("shapes", sizes), ("decode", [*self.decode, self.decode_context])):
-            least = min(numbers, default=1)
-            require(least >= 1, f"{name} holds {least}; it has to be at least 1")
-        none = "measured on the first of the batches, and there is none"
-        require(not self.layers or self.shapes, f"layers: {none}")
-        require(not self.parts or self.shapes or self.decode, f"parts: {none}")
-        reason = "compiled is False" if self.decode else "decode has no number of documents"
-        possible = self.compiled is not False and self.decode
-        unfit = f"tuned: decoding is timed so with compiled layers, and {reason}"
-        require(possible or not self.tuned, unfit)
-
-    def check(
-        self,
-        gpu: clock.Gpu,
-        checkpoint: Checkpoint | None,
-        active: object,
-        ordered: bool,
-        alike: bool,
-    ) -> None:
-        """Raise ValueError for what this GPU, or this kind of model, does not have."""
-        unfit = "alike: random weights get the activity of a checkpoint on the first of the batches"
-        require(not alike or (checkpoint is not None and self.shapes), unfit)
-        unfit = "ordered: random weights have no similar tokens; give a checkpoint"
-        require(checkpoint is not None or not ordered, unfit)
-        unfit = "layers: they are timed alone and in the text's order; ordered says another"
-        require(not (self.layers and ordered), unfit)
-        unfit = "active is imposed on random weights; a checkpoint has its own activity"
-        require(checkpoint is None or active is None, unfit)
-        reason = float8.why_not(gpu.device) if self.fp8 else None
-        require(reason is None, f"FP8 cannot be measured here: {reason}")
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a document."""
-        lengths = [context for _, context in self.shapes]
-        return max([*lengths, *[self.decode_context + GENERATION] * bool(self.decode)], default=1)
-
-    def run_all(
-        self, bench: Bench, draw: Draw, levels: Sequence, alike: bool, rows: Rows
-    ) -> dict[str, list[dict]]:
-        """Measure all levels of activity; return the rows by file."""
-        activity = [self.run(bench, draw, means, rows) for means in levels]
-        if alike:
-            self.run(bench, _drawn_anew(bench), [layer["mean"] for layer in activity[0]], rows)
-        return rows.by_file
-
-    def run(
-        self, bench: Bench, draw: Draw, means: Sequence[float] | None, rows: Rows
-    ) -> list[dict[str, float]]:
-        """Measure one level of activity: `means` by layer, or a checkpoint's own.
-
-        Returns the activity of each layer on the first of the batches.
-        """
-        of_first: list[dict[str, float]] = []
-        bench.become(DENSE_EAGER)
+    def measure(draw: Draw, means: Sequence[float] | None) -> list[dict]:
+        """Add the rows of one activity; return that of each layer on the first of the batches."""
+        of_first: list[dict] = []
+        subject.become(DENSE_EAGER)
         if means is not None:
-            imposed.impose(bench.model, means, draw(64, min(128, self.longest), seed=1))
-            bench.take_weights()
-        in_passes = (None, FP8, FP8_ALL) if self.fp8 else (None,)
-        providers = model_providers(self.compiled, precisions=in_passes)
-        for index, (batch, context) in enumerate(self.shapes):
-            ids, first = draw(batch, context), index == 0
-            passes, activity = measure_forward(bench, ids, providers)
+            imposed.impose(model, means, draw(64, min(128, longest), seed=1))
+            subject.take_weights()
+        for index, shape in enumerate(shapes):
+            ids, first = draw(*shape), index == 0
+            passes, activity = measure_forward(subject, ids, providers)
             of_first = of_first or activity
             rows.add("model", passes)
-            if self.parts and first:
-                rows.add("model_parts", measure_parts(bench, ids, activity))
-            times = measure_layers(bench, ids) if self.layers and first else None
-            rows.add("model_layers", layer_rows(bench.case(ids, activity), means, activity, times))
+            if parts and first:
+                rows.add("model_parts", measure_parts(subject, ids, activity))
+            times = measure_layers(subject, ids) if layers and first else None
+            case = subject.case(ids, activity)
+            rows.add("model_layers", layer_rows(case, means, activity, times))
             torch.cuda.empty_cache()
-        providers = model_providers(self.compiled, self.tuned, in_passes[:2])
-        for batch in self.decode:
-            script = draw(batch, self.decode_context + GENERATION)
-            with joined_projections(bench.model):
-                steps, decoder = measure_decode(bench, script, self.decode_context, providers)
-                rows.add("decode", steps)
-                if self.parts:
-                    rows.add("model_parts", decode_parts(bench, decoder, steps[0]))
-            del decoder
+        for batch in decode:
+            script = draw(batch, decode_context + GENERATION)
+            with joined_projections(model):
+                rows.add("decode", measure_decode(subject, script, decode_context, in_decoding))
             torch.cuda.empty_cache()
         return of_first
 
-
-def _random(
-    size: str,
-    overrides: Sequence[str],
-    profile: str,
-    active: Sequence[float] | None,
-    longest: int,
-    device: torch.device,
-) -> tuple[SparseLlamaForCausalLM, Draw, list[list[float]]]:
-    """A model of random weights, what draws its tokens, and levels of activity by layer."""
-    means = [imposed.paper_active(size)] if active is None else active
-    pattern = replace(IMPOSED, profile=profile)
-    model, config = random_model(size, overrides, longest, device)
-    draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=device)
-    return model, draw, [pattern.means(config.num_layers, mean) for mean in means]
+    with captured_by_hand() if graphs else nullcontext():
+        activity = [measure(draw, means) for means in levels]
+        if alike:
+            subject.become(DENSE_EAGER)
+            imposed.draw_weights(model)
+            subject.columns["profile"] = "imposed"
+            vocab_size = model.config.vocab_size
+            draw = functools.partial(imposed.draw_tokens, vocab_size, device=gpu.device)
+            measure(draw, [layer["mean"] for layer in activity[0]])
+    return rows.by_file
 
 
-def _drawn_anew(bench: Bench) -> Draw:
-    """Give a checkpoint's model random weights; return what draws its tokens."""
-    bench.become(DENSE_EAGER)
-    imposed.draw_weights(bench.model)
-    bench.columns["profile"] = "imposed"
-    vocab_size = bench.model.config.vocab_size
-    return functools.partial(imposed.draw_tokens, vocab_size, device=bench.gpu.device)
-
-
-def _given(
+def _draw_from(
     name: str,
     model: SparseLlamaForCausalLM,
     text: Sequence[int],
-    ordered: bool,
     longest: int,
     device: torch.device,
-) -> tuple[SparseLlamaForCausalLM, Draw, list[None]]:
-    """A checkpoint, what cuts its text, and one level: its own activity. `ordered`: see above.
-
-    Raises ValueError for a model that is not measured.
-    """
+) -> Draw:
+    """Return what cuts batches from a text. Raises ValueError for a model that is not measured."""
     config, most = model.config, model.config.max_position_embeddings
     check_model(name, config, longest)
     in_bf16 = f"{name} is in {model.dtype}; load it in torch.bfloat16"
@@ -250,42 +195,44 @@ def _given(
         require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
         return tokens[: batch * context].view(batch, context)
 
-    model = model.to(device).requires_grad_(False).eval()
-    if ordered:
-        order_tokens(model)
-    return model, draw, [None]
+    return draw
+
+
+class PassCase(ModelCase):
+    """Forward passes over a batch [B, S], up to GRAPH_TOKENS tokens in a CUDA graph."""
+
+    def __init__(self, subject: Subject, ids: Tensor, title: str):
+        once = functools.partial(forward, subject.model, ids)
+        sequences = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
+        exact = exact_hidden_states(subject.model, ids[:sequences])
+        judge = check.Judge(f"hidden states ({title})", exact, lambda hidden: hidden[:sequences])
+        super().__init__(subject, title, once, judge)
+        self.mode = "graph" if subject.graphs and ids.numel() <= GRAPH_TOKENS else "stream"
+
+    def run(self, provider: Provider) -> tuple[Tensor, runner.Run, dict]:
+        run, (hidden, _) = self.once, self.once()
+        before, most = self.gpu.peak(run)
+        # With one copy of the weights; those in FP8 are buffers.
+        model = self.subject.model
+        weights = sum(w.nbytes for w in itertools.chain(model.parameters(), model.buffers()))
+        if self.mode == "graph":
+            run, ((hidden, _),) = self.gpu.capture([run])
+            run()
+        return hidden, run, {"peak": weights + most - before, "mode": self.mode}
 
 
 def measure_forward(
-    bench: Bench, ids: Tensor, providers: Sequence[Provider]
+    subject: Subject, ids: Tensor, providers: Sequence[Provider]
 ) -> tuple[list[dict], list[dict[str, float]]]:
     """Return rows of model.csv for a batch [B, S], and the activity of each layer."""
-    model, (batch, context) = bench.model, ids.shape
-    bench.become(DENSE_EAGER)
-    activity = imposed.activity_of(model, ids)
-    bench.observe(activity, ids.numel())
-    case = bench.case(ids, activity)
-    title = f"{case['model']}  {batch} x {context} tokens  {case['active']:.4g} active"
-    mode = "graph" if bench.graphs and ids.numel() <= GRAPH_TOKENS else "stream"
-    run = functools.partial(forward, model, ids)
-
-    def prepare(provider: Provider) -> tuple[Tensor, Callable, dict]:
-        call, (hidden, _) = run, run()
-        # With one copy of the weights.
-        before, most = bench.gpu.peak(run)
-        weights = itertools.chain(model.parameters(), model.buffers())  # those in FP8 are buffers
-        peak = sum(weight.nbytes for weight in weights) + most - before
-        if mode == "graph":
-            call, ((hidden, _),) = bench.gpu.capture([run])
-            call()
-        return hidden, call, {"peak": peak}
-
-    sequences = max(1, min(batch, check.SAMPLE // context))
-    exact = exact_hidden_states(model, ids[:sequences])
-    judge = check.Judge(f"hidden states ({title})", exact, lambda hidden: hidden[:sequences])
+    subject.become(DENSE_EAGER)
+    activity = imposed.activity_of(subject.model, ids)
+    subject.observe(activity, ids.numel())
+    case = subject.case(ids, activity)
+    title = f"{case['model']}  {len(ids)} x {ids.shape[1]} tokens  {case['active']:.4g} active"
     rows = []
-    for provider, columns in bench.measure(title, providers, run, prepare, judge).items():
-        row = {"provider": provider.name, "path": bench.paths(provider, ids.numel()), "mode": mode}
+    for provider, columns in bench(PassCase(subject, ids, title), providers, "pass").items():
+        row = {"provider": provider.name, "path": subject.paths(provider, ids.numel())}
         row["tokens_per_ms"] = significant(ids.numel() / columns["p50"], 5)
         rows.append(case | row | columns)
     return rows, activity
@@ -311,7 +258,7 @@ def layer_rows(
     return rows
 
 
-def measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
+def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
     """Return times in ms of each feed-forward layer alone, on its input in a dense pass.
 
     Dense (compiled), sparse and "auto", each checked against fp64 before it is timed in turns, the
@@ -319,33 +266,22 @@ def measure_layers(bench: Bench, ids: Tensor) -> list[dict]:
     """
     from twell.kernels import ops
 
-    bench.become(DENSE_EAGER)
-    compiled = torch.compile(reference.ffn, fullgraph=True, dynamic=False)
+    subject.become(DENSE_EAGER)
     rows = []
 
     def visit(index: int, ffn: SparseFFN, x: Tensor) -> None:
-        weights = ffn.first.weight, ffn.up_proj.weight
-        inputs = x.flatten(0, -2), *weights, bench.by_neuron[index]
-        case = Case.of(bench.columns["profile"], inputs, ffn.gated)
-        (auto,) = case.auto_layers(bench.calibration)
-        calls = {
-            "dense": case.calls(compiled, plain=True),
-            "sparse": case.path_calls(ops.choose(len(case.x))),
-            "auto": [functools.partial(auto, case.x)],
-        }
-        exact = case.exact, check.allowed(case.exact, case.x, case.sets[0])
+        inputs = x.flatten(0, -2), ffn.first.weight, ffn.up_proj.weight, subject.by_neuron[index]
+        options = {"gated": ffn.gated, "calibration": subject.calibration}
+        case = Case.of(f"layer {index}", inputs, **options)
+        sparse = Provider("triton", ops.choose(len(case.x)))
+        own = LayerBench(subject.gpu, case, "stream")
+        own.allowed = check.allowed(case.exact, case.x, case.sets[0])
+        columns = bench(own, [DENSE_COMPILED, sparse, AUTO])
+        names = {"dense": DENSE_COMPILED, "sparse": sparse, "auto": AUTO}
+        row = {name: columns[provider]["p50"] for name, provider in names.items()}
+        row["auto_path"] = own.path_of_auto[AUTO]()
+        rows.append(row | {"relative_rms": columns[sparse]["relative_rms"]})
 
-        def checks(name: str) -> tuple[dict, Callable]:
-            what = f"layer {index}, {name},"
-            columns, times, _ = checked(bench.gpu, exact, what, calls[name], "stream")
-            return columns, functools.partial(times, clock.LAYER_TURN)
-
-        columns = clock.measure(calls, checks, clock.MODEL_ROUNDS)
-        row = {name: columns[name]["p50"] for name in calls}
-        row["auto_path"] = auto.chooser.path(len(case.x))
-        row["relative_rms"] = columns["sparse"]["relative_rms"]
-        rows.append(row)
-
-    with imposed.before_ffn(bench.model, visit):
-        forward(bench.model, ids)
+    with imposed.before_ffn(subject.model, visit):
+        forward(subject.model, ids)
     return rows

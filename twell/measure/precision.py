@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twell.measure.float8 import Linears
 from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
+from twell.measure.quantized import Linears
 from twell.measure.rows import Rows, require, significant
 from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
@@ -55,16 +55,19 @@ def quality(
     Raises ValueError for a model that is not in bf16, has FP8 weights, or another activation than
     ReLU, and for fewer than two sequences with a predicted token.
     """
-    _check(name, model)
+    check_llama(name, model)
+    require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
+    require(not any(ffn.quantized for ffn in model.ffns), f"{name} has FP8 weights already")
+    activation = model.config.hidden_act
+    require(activation == "relu", f"{name} has the activation {activation!r}; FP8 is for 'relu'")
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
     require(len(sequences) > 1, "the text has to have at least two sequences of two tokens")
-    by_kernels = float8.why_not(model.device) is None
-    sparse = "triton" if by_kernels else "reference"
-    dense = Provider("dense", precision=FP8), Provider("dense", precision=FP8_ALL)
-    providers = (
-        DENSE_EAGER,
-        *(one for other in dense for one in (other, replace(other, backend=sparse))),
-    )
+    sparse = "triton" if float8.why_not(model.device) is None else "reference"
+    in_fp8 = [
+        Provider(backend, precision=precision)
+        for precision in (FP8, FP8_ALL)
+        for backend in ("dense", sparse)
+    ]
     rows, linears = Rows(out, ["quality"]), Linears(model)
     predicted = np.array([len(sequence) - 1 for sequence in sequences])
     about = {"model": name, "parameters": num_weights(model), "source": source}
@@ -72,11 +75,12 @@ def quality(
     losses: dict[Provider, np.ndarray] = {}
     backend = model.config.ffn_backend
     try:
-        for provider in providers:
+        for provider in (DENSE_EAGER, *in_fp8):
             linears.become(provider)
             model.set_ffn_backend(provider.backend)
-            told = say and (lambda line, who=provider: say(f"{who}: {line}"))
-            loss, active = _run(model, sequences, batch, told)
+            loss, active = _run(
+                model, sequences, batch, Progress(len(sequences), provider.name, say)
+            )
             losses[provider] = loss
             row = about | {"provider": provider.name, "active": significant(active, 5)}
             row["cross_entropy"] = significant(loss.sum() / predicted.sum(), 7)
@@ -89,24 +93,15 @@ def quality(
     return rows.by_file["quality"]
 
 
-def _check(name: str, model: SparseLlamaForCausalLM) -> None:
-    check_llama(name, model)
-    require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
-    require(not any(ffn.quantized for ffn in model.ffns), f"{name} has FP8 weights already")
-    activation = model.config.hidden_act
-    require(activation == "relu", f"{name} has the activation {activation!r}; FP8 is for 'relu'")
-
-
 def _run(
     model: SparseLlamaForCausalLM,
     sequences: Sequence[Sequence[int]],
     batch: int,
-    say: Callable[[str], None] | None,
+    progress: Progress,
 ) -> tuple[np.ndarray, float]:
     """Return the loss in nats of each sequence, summed, and the mean active neurons of a layer."""
     losses: list[np.ndarray] = []
     active = torch.zeros((), dtype=torch.int64, device=model.device)
-    progress = Progress(len(sequences), "sequences", say)
 
     def count(ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
         active.add_((ffn.activations(inputs[0])[0] != 0).sum())
@@ -126,10 +121,8 @@ def _run(
 def _difference(prefix: str, difference: np.ndarray, predicted: np.ndarray) -> dict:
     """Columns of a paired difference in nats a token, with the ends of its 95% interval."""
     random, count = np.random.default_rng(0), len(predicted)
-    means = []
-    for _ in range(DRAWS):
-        drawn = random.integers(0, count, count)
-        means.append(difference[drawn].sum() / predicted[drawn].sum())
-    mean, low, high = difference.sum() / predicted.sum(), *np.quantile(means, LEVEL)
+    draws = (random.integers(0, count, count) for _ in range(DRAWS))
+    means = [difference[drawn].sum() / predicted[drawn].sum() for drawn in draws]
+    ends = difference.sum() / predicted.sum(), *np.quantile(means, LEVEL)
     names = (f"{prefix}{name}" for name in ("difference", "low", "high"))
-    return dict(zip(names, (round(float(x), 7) for x in (mean, low, high)), strict=True))
+    return {name: round(float(end), 7) for name, end in zip(names, ends, strict=True)}

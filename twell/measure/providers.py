@@ -1,4 +1,4 @@
-"""The providers of a benchmark: backend, path and compilation, under the names in data/bench.
+"""The providers of a benchmark: backend, path, compilation and precision, by their recorded names.
 
 A leaf: it imports no torch, so tables and figures use it too.
 """
@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 BACKENDS = "dense", "triton", "auto"
 SPARSE_PATHS = "rowwise", "union", "decode", "hybrid"
 # "Tuned": Inductor searches for launch options, and generates its own products of a single row.
-EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
-# Weights and inputs in FP8, of a dense layer all three products (measure/float8.py). "FP8 all":
-# attention's too.
+COMPILATIONS = EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
+# Weights and inputs in FP8; of a dense layer all three products. "FP8 all": attention's too.
 FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL = "FP8", "FP8 by tensors", "FP8 torchao", "FP8 all"
-INT8, INT4 = "int8 weights", "int4 weights"  # of a dense layer (measure/weight_only.py)
+INT8, INT4 = "int8 weights", "int4 weights"  # of a dense layer
+PRECISIONS = None, FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, INT8, INT4
 
 
 @dataclass(frozen=True)
 class Provider:
     """How a row's feed-forward layers are computed.
 
-    backend: "dense" (plain torch), "triton" (our kernels) or "auto".
+    backend: "dense" (plain torch), "triton" (our kernels), "auto" or "reference".
     path: the path that the kernels are forced to take; None where the layer takes its own.
-    compilation: EAGER, COMPILED or TUNED.
-    precision: None for the layer's own type, or FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, INT8, INT4.
+    compilation: one of COMPILATIONS.
+    precision: one of PRECISIONS; None for the layer's own type.
     """
 
     backend: str
@@ -80,27 +81,11 @@ TRITON_COMPILED = Provider("triton", compilation=COMPILED)
 AUTO_COMPILED = Provider("auto", compilation=COMPILED)
 UNION_COMPILED = Provider("triton", "union", COMPILED)
 DENSE_FP8 = Provider("dense", None, COMPILED, FP8)
-DENSE_FP8_TENSOR = Provider("dense", None, COMPILED, FP8_TENSOR)
-DENSE_FP8_TORCHAO = Provider("dense", None, COMPILED, FP8_TORCHAO)
-DENSE_INT8 = Provider("dense", None, COMPILED, INT8)
-DENSE_INT4 = Provider("dense", None, COMPILED, INT4)
-DENSE_FP8_KERNELS = Provider("triton", "dense", EAGER, FP8)  # down in bf16
 AUTO_FP8 = Provider("auto", precision=FP8)
-_BY_NAME = {DENSE_KERNELS.name: DENSE_KERNELS} | {
-    provider.name: provider
-    for precision in (None, FP8, FP8_ALL)
-    for kind in (EAGER, COMPILED, TUNED)
-    for provider in (
-        *(Provider(backend, None, kind, precision) for backend in BACKENDS),
-        *(Provider("triton", path, kind, precision) for path in SPARSE_PATHS),
-    )
-}
-for _provider in (
-    *(DENSE_FP8_TENSOR, DENSE_FP8_TORCHAO, DENSE_FP8_KERNELS),
-    *(DENSE_INT8, DENSE_INT4),
-    *(Provider("reference", precision=one) for one in (FP8, FP8_ALL)),
-):
-    _BY_NAME[_provider.name] = _provider
+_PATHS = [(backend, None) for backend in (*BACKENDS, "reference")]
+_PATHS += [("triton", path) for path in ("dense", *SPARSE_PATHS)]
+_EVERY = (Provider(*path, *rest) for path, *rest in product(_PATHS, COMPILATIONS, PRECISIONS))
+_BY_NAME = {provider.name: provider for provider in _EVERY}
 
 
 def is_sparse(name: str) -> bool:
@@ -118,10 +103,5 @@ def model_providers(
     compiled: bool | None, tuned: bool = False, precisions: Sequence[str | None] = (None,)
 ) -> list[Provider]:
     """Return the providers of a whole model, by compilation; the first one is dense."""
-    kinds = compilations(compiled, tuned)
-    return [
-        Provider(backend, None, kind, precision)
-        for kind in kinds
-        for precision in precisions
-        for backend in BACKENDS
-    ]
+    kinds = product(compilations(compiled, tuned), precisions, BACKENDS)
+    return [Provider(backend, None, kind, precision) for kind, precision, backend in kinds]

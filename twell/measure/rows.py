@@ -19,7 +19,7 @@ ACTIVITY = "active active_max union"
 SPEED, WORK, ENERGY = "p20 p50 p80", "flops bytes roofline", "energy watts"
 KERNEL = "provider kernel launches ms"
 LAYER_TIMES = "dense sparse auto auto_path relative_rms"
-# What is printed of a row, where it is known.
+# The printed columns of a row, where they have values.
 SHOWN = (
     "metric value unit model tokens batch context pattern active layer provider path part "
     "p50 ms roofline dense sparse auto tokens_per_ms requests_per_second first_token "
@@ -52,6 +52,8 @@ COLUMNS = {
         "high dense_difference dense_low dense_high active",
     }.items()
 }
+# Known of some rows alone: None in the others.
+OPTIONAL = {"energy", "watts", "idle", "flops", "bytes", "roofline"}
 
 
 class Rows:
@@ -71,19 +73,15 @@ class Rows:
         for name in files if self.folder else ():
             path, columns = self.folder / f"{name}.csv", COLUMNS[name]
             existing = list(pd.read_csv(path, nrows=0)) if path.is_file() else columns
-            if existing[: len(columns)] != columns:
-                raise ValueError(
-                    f"{path} has the columns {existing}; the rows to add have {columns}: "
-                    "move it away first"
-                )
+            message = f"{path} has the columns {existing}; move it away: the rows have {columns}"
+            require(existing[: len(columns)] == columns, message)
 
     def add(self, name: str, rows: Iterable[dict]) -> None:
-        """Append and print rows, each with its columns alone; KeyError for a row without one."""
-        rows = [{column: row[column] for column in COLUMNS[name]} for row in rows]
+        """Append and print rows, each with its file's columns; KeyError for a row without one."""
+        rows = [{c: row.get(c) if c in OPTIONAL else row[c] for c in COLUMNS[name]} for row in rows]
         for row in rows:
-            shown = {column: row.get(column) for column in SHOWN}
-            parts = (f"{column} {value}" for column, value in shown.items() if value is not None)
-            print(f"{name}:", *parts, sep="  ", flush=True)
+            shown = (f"{c} {row[c]}" for c in SHOWN if row.get(c) is not None)
+            print(f"{name}:", *shown, sep="  ", flush=True)
         self.by_file[name] += rows
         if self.folder and rows:
             results.append_rows(self.folder / f"{name}.csv", rows, self.origin)

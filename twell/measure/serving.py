@@ -20,23 +20,23 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-from twell.measure import check, clock, imposed
+from twell.measure import check, imposed, runner
 from twell.measure.patterns import IMPOSED
 from twell.measure.providers import DENSE_EAGER, Provider, model_providers
 from twell.measure.rows import Rows, require, significant
-from twell.measure.sides import Bench, forward, random_model
+from twell.measure.sides import Subject, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
 
 ROUNDS = 3
+Answer = tuple[float, np.ndarray]  # seconds of all requests, and to the first token of each
 
 
 @dataclass(frozen=True)
 class Load:
-    """What clients ask for, all at once: prompts of lengths from `shortest` to `longest`.
+    """The requests, all at once: prompts of lengths from `shortest` to `longest`.
 
     Lengths are evenly drawn by `seed`. cuda_graph: transformers' option, None: its own choice.
     """
@@ -90,90 +90,56 @@ def serve(
     Raises ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without
     a GPU and where transformers does not finish a request.
     """
-    load, gpu, rows = load or Load(), clock.Gpu(), Rows(out, ["serve"])
+    start, load, gpu = time.monotonic(), load or Load(), runner.Gpu()
+    rows = Rows(out, ["serve"])
     mean = imposed.paper_active(size) if active is None else active
     require(seconds > 0, f"seconds is {seconds:g}; it has to be above 0")
-    say = _Progress()
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - start:6.1f} s  {line}", flush=True)
+
     say(f"build {size}")
     longest = load.longest + load.new_tokens
     model, config = random_model(size, overrides, longest, gpu.device)
-    say("impose the activity")
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     pattern = replace(IMPOSED, profile=profile)
     imposed.impose(model, pattern.means(config.num_layers, mean), draw(64, 128, seed=1))
-    bench, ids = Bench(size, model, profile, None, gpu), draw(1, load.longest)
+    subject, ids = Subject(size, model, profile, None, gpu), draw(1, load.longest)
     activity = imposed.activity_of(model, ids)
-    bench.observe(activity, ids.numel())
+    subject.observe(activity, ids.numel())
     prompts = load.prompts(config.vocab_size)
-    about = bench.case(ids, activity) | dataclasses.asdict(load)
+    about = subject.case(ids, activity) | dataclasses.asdict(load)
     about |= {"prompt_tokens": sum(map(len, prompts)), "attention": _attention()}
     about["cuda_graph"] = "default" if load.cuda_graph is None else load.cuda_graph
-    errors = _check(bench, ids, say)
-    times: dict[Provider | None, list] = {provider: [] for provider in (*errors, None)}
+
+    errors: dict[Provider, float] = {}
+    once = functools.partial(forward, model, ids)
+    for provider in model_providers(False):
+        say(f"check the layers of {provider}")
+        subject.become(provider)
+        error = check.check_layers(model.ffns, once, f"{provider} of {size}")
+        errors[provider] = significant(error, 3)
+    # None stands for a model without feed-forward layers.
+    answers: dict[Provider | None, list[Answer]] = {provider: [] for provider in (*errors, None)}
     try:
-        _measure(bench, prompts, load, times, seconds, say)
+        for number in range(ROUNDS + 1):  # the first one warms up
+            if number > 1 and time.monotonic() - start > seconds:
+                say(f"{seconds:g} s are over: {number - 1} of {ROUNDS} rounds are done")
+                break
+            for provider in answers if number % 2 else reversed(answers):
+                subject.become(provider or DENSE_EAGER)
+                with contextlib.nullcontext() if provider else _without_ffn(model):
+                    answer = _answer(model, prompts, load)
+                name = provider or "no feed-forward layer"
+                say(f"round {number} of {ROUNDS}: {name} took {answer[0]:.2f} s")
+                answers[provider] += [answer] if number else []
     finally:  # also the rounds of an interrupted command
-        about["without_ffn"] = _columns(times.pop(None), load).get("p50")
-        for provider, answers in times.items():
-            if columns := _columns(answers, load):
+        about["without_ffn"] = _columns(answers.pop(None), load).get("p50")
+        for provider, several in answers.items():
+            if columns := _columns(several, load):
                 own = {"provider": provider.name, "layer_rms": errors[provider]}
                 rows.add("serve", [about | own | columns])
     return rows.by_file["serve"]
-
-
-class _Progress:
-    """Print a line, with the seconds since this was made."""
-
-    def __init__(self):
-        self.start = time.monotonic()
-
-    def __call__(self, line: str) -> None:
-        print(f"{self.seconds:6.1f} s  {line}", flush=True)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.start
-
-
-def _check(bench: Bench, ids: Tensor, say: _Progress) -> dict[Provider, float]:
-    """Return the worst relative RMS of a layer by provider; each pass reads `ids` [1, S]."""
-    errors = {}
-    for provider in model_providers(False):
-        say(f"check the layers of {provider}")
-        bench.become(provider)
-        once = functools.partial(forward, bench.model, ids)
-        what = f"{provider} of {bench.columns['model']}"
-        errors[provider] = significant(check.check_layers(bench.model.ffns, once, what), 3)
-    return errors
-
-
-def _measure(
-    bench: Bench,
-    prompts: list[list[int]],
-    load: Load,
-    times: dict[Provider | None, list],
-    seconds: float,
-    say: _Progress,
-) -> None:
-    """Add the answers of each provider and round to `times`; the first round warms up.
-
-    None stands for a model without feed-forward layers.
-    """
-    for number in range(ROUNDS + 1):
-        if number > 1 and say.seconds > seconds:
-            say(f"{seconds:g} s are over: {number - 1} of {ROUNDS} rounds are done")
-            return
-        what = f"round {number} of {ROUNDS}" if number else "warm up"
-        for provider in times if number % 2 else reversed(times):
-            bench.become(provider or DENSE_EAGER)
-            without = contextlib.nullcontext() if provider else _without_ffn(bench.model)
-            name = provider or "no feed-forward layer"
-            say(f"{what}: {name}")
-            with without:
-                answer = _answer(bench.model, prompts, load)
-            say(f"{what}: {name} took {answer[0]:.2f} s")
-            if number:
-                times[provider].append(answer)
 
 
 @contextlib.contextmanager
@@ -194,13 +160,8 @@ def _attention() -> str:
     return "flash" if any(found(kernels_fallback_ok=True) for found in flash) else "sdpa"
 
 
-def _answer(
-    model: SparseLlamaForCausalLM, prompts: list[list[int]], load: Load
-) -> tuple[float, np.ndarray]:
-    """Return seconds to the last token of all requests, and to the first one of each.
-
-    Where there are CUDA graphs, the requests are served once before, so that all are captured.
-    """
+def _answer(model: SparseLlamaForCausalLM, prompts: list[list[int]], load: Load) -> Answer:
+    """Serve all requests; with CUDA graphs once before, so that all graphs are captured."""
     graphs = load.cuda_graph or (load.cuda_graph is None and _attention() == "flash")
     serve = functools.partial(
         model.generate_batch,
@@ -236,20 +197,14 @@ def _answer(
     return end - start, np.array(first)
 
 
-def _columns(answers: list[tuple[float, np.ndarray]], load: Load) -> dict:
-    """Return the columns of a provider: ms of all requests, and to the first token of one.
-
-    Empty without answers.
-    """
+def _columns(answers: list[Answer], load: Load) -> dict:
+    """Return a provider's columns, in ms; none without answers."""
     if not answers:
         return {}
     total = np.array([seconds for seconds, _ in answers])
     first = 1e3 * np.concatenate([seconds for _, seconds in answers])
-    numbers = dict(
-        zip(("p20", "p50", "p80"), 1e3 * np.quantile(total, (0.2, 0.5, 0.8)), strict=True)
-    )
-    numbers["requests_per_second"] = load.requests / np.median(total)
-    numbers["tokens_per_second"] = load.requests * load.new_tokens / np.median(total)
-    numbers["first_token"], numbers["first_token_p95"] = np.quantile(first, (0.5, 0.95))
-    rounded = {name: significant(number, 5) for name, number in numbers.items()}
-    return rounded | {"rounds": len(answers)}
+    columns = runner.quantiles(1e3 * total) | {"rounds": len(answers)}
+    columns["requests_per_second"] = load.requests / np.median(total)
+    columns["tokens_per_second"] = load.requests * load.new_tokens / np.median(total)
+    columns["first_token"], columns["first_token_p95"] = np.quantile(first, (0.5, 0.95))
+    return {name: significant(number, 5) for name, number in columns.items()}

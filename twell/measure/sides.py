@@ -14,18 +14,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
-from twell.measure import check, clock, imposed
-from twell.measure.case import check_sizes
-from twell.measure.float8 import Linears
+from twell.measure import check, imposed
+from twell.measure.case import allow_recompiling, check_sizes
 from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
+from twell.measure.quantized import Linears
 from twell.measure.rows import require, significant
+from twell.measure.runner import Call, Gpu, Run
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse import calibration as plan
 from twell.sparse.calibration import Calibration
@@ -107,9 +107,7 @@ class Sides:
         self.compiled = {
             kind: Compiled(parts, options) for kind, options in COMPILE_OPTIONS.items()
         }
-        # Code is compiled for each provider, shape and path, and kept for all layers together.
-        for limit in ("recompile_limit", "accumulated_recompile_limit"):
-            setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
+        allow_recompiling()
 
     def take_weights(self) -> None:
         """Copy the present down projections in both layouts; called in bf16."""
@@ -153,8 +151,8 @@ class Sides:
 
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
     """Return the columns of a model."""
-    if any(ffn.quantized for ffn in model.ffns):
-        raise ValueError(f"{name} has FP8 weights; measure the bf16 model with --fp8")
+    quantized = any(ffn.quantized for ffn in model.ffns)
+    require(not quantized, f"{name} has FP8 weights; measure the bf16 model with --fp8")
     config = model.config
     return {
         "model": name,
@@ -171,7 +169,7 @@ def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dic
     }
 
 
-class Bench(Sides):
+class Subject(Sides):
     """A model that is measured by all providers, with the columns of all its rows."""
 
     def __init__(
@@ -180,12 +178,12 @@ class Bench(Sides):
         model: SparseLlamaForCausalLM,
         profile: str,
         calibration: Calibration | None,
-        gpu: clock.Gpu,
+        gpu: Gpu,
         graphs: bool = True,
     ):
         super().__init__(model, calibration, graphs)
-        self.columns = model_columns(name, model, profile)
-        self.gpu, self.idle = gpu, clock.idle_watts(gpu)
+        self.gpu = gpu
+        self.columns = model_columns(name, model, profile) | {"idle": gpu.idle_watts()}
 
     def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
         """Return a case's columns: means over layers, and the most active neurons of a token."""
@@ -199,44 +197,42 @@ class Bench(Sides):
             "union": round(float(layers["union"].mean()), 1),
         }
 
-    def measure(
-        self,
-        title: str,
-        providers: Sequence[Provider],
-        once: clock.Run,
-        prepare: Callable[[Provider], tuple[Tensor, clock.Run, dict]],
-        judge: check.Judge,
-        per_call: int = 1,
-    ) -> dict[Provider, dict]:
-        """Check passes of the model by each provider, then time them in turns; return the columns.
 
-        once: a pass. Its layers are compared with fp64, once for each backend and precision.
-        prepare: returns the result to be judged, the call to be timed, and columns; the model has
-        become the provider.
+class ModelCase:
+    """Passes of a model, for `runner.bench`.
+
+    once: a pass. Its layers are compared with fp64, once for each backend and precision.
+    judge: compares the results of passes. per_run: the calls that a timed run makes.
+    """
+
+    def __init__(
+        self, subject: Subject, title: str, once: Run, judge: check.Judge, per_run: int = 1
+    ):
+        self.subject, self.gpu = subject, subject.gpu
+        self.title, self.once, self.judge, self.per_run = title, once, judge, per_run
+        self.worst: dict[Provider, float] = {}
+
+    def run(self, provider: Provider) -> tuple[Tensor, Run, dict]:
+        """Return the result to be judged, the run to be timed, and columns.
+
+        The model computes by the provider already.
         """
-        worst: dict[Provider, float] = {}
-        clocks: dict[Provider, clock.Clock] = {}
+        raise NotImplementedError
 
-        def checked(provider: Provider) -> tuple[dict, Callable]:
-            eager = replace(provider, compilation=EAGER)
-            if eager not in worst:
-                self.become(eager)
-                what = " ".join(filter(None, (provider.backend, provider.precision, "of", title)))
-                worst[eager] = check.check_layers(self.model.ffns, once, what)
-            self.become(provider)
-            result, call, columns = prepare(provider)
-            error = judge.check(provider.name, result, provider.in_fp8)
-            columns["relative_rms"] = significant(error, 3)
-            columns["layer_rms"] = significant(worst[eager], 3)
-            clocks[provider] = clock.Clock(self.gpu, call, per_call)
-            return columns, functools.partial(turn, provider)
-
-        def turn(provider: Provider) -> np.ndarray:
-            self.become(provider)
-            return clocks[provider].turn()
-
-        columns = clock.measure(providers, checked, clock.MODEL_ROUNDS)
-        return {key: columns[key] | clocks[key].energy(self.idle) for key in columns}
+    def prepare(self, provider: Provider) -> Call:
+        """Check a provider's layers and its result."""
+        eager = replace(provider, compilation=EAGER)
+        if eager not in self.worst:
+            self.subject.become(eager)
+            what = " ".join(filter(None, (provider.backend, provider.precision, "of", self.title)))
+            self.worst[eager] = check.check_layers(self.subject.model.ffns, self.once, what)
+        self.subject.become(provider)
+        result, run, columns = self.run(provider)
+        error = self.judge.check(provider.name, result, provider.in_fp8)
+        columns["relative_rms"] = significant(error, 3)
+        columns["layer_rms"] = significant(self.worst[eager], 3)
+        enter = functools.partial(self.subject.become, provider)
+        return Call(run, columns, self.per_run, enter=enter)
 
 
 def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:

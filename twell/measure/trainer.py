@@ -19,13 +19,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from twell.config import TrainConfig
-from twell.measure import clock, imposed
+from twell.measure import imposed, runner
 from twell.measure.check import TOLERANCE
 from twell.measure.patterns import IMPOSED, Pattern
 from twell.measure.providers import Provider, compilations
 from twell.measure.rows import Rows, require, significant
+from twell.measure.runner import Call, bench
 from twell.measure.sides import Compiled, check_model, model_columns
-from twell.measure.step import training_ops
 from twell.models.l1 import collect_l1
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
@@ -35,6 +35,11 @@ CHECKED_STEPS = 3  # optimiser steps before losses are compared
 L1_COEFFICIENT = 2e-5
 ACTIVE = 29.0  # of a size that the paper does not have
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time
+COMPARED = (
+    (f"the loss after {CHECKED_STEPS} steps", "loss"),
+    ("the norm of the first gradient", "gradient norm"),
+    ("the norm of the first gradient of feed-forward weights", "gradient norm"),
+)
 
 
 def train_step(
@@ -67,7 +72,7 @@ def train_step(
     COLUMNS["train_step"]. Raises ValueError for unfit arguments, ArithmeticError for a provider
     that learns something else, RuntimeError without a GPU. Ours.
     """
-    gpu = clock.Gpu(energy)
+    gpu = runner.Gpu(energy)
     config = model_config(model, overrides)
     active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
     limit = f"it has to be above 0 and below {config.intermediate_size}, the neurons"
@@ -80,7 +85,10 @@ def train_step(
         for kind in compilations(compiled)
         for backend, path in (("dense", None), ("triton", "union"))
     ]
-    rows.add("train_step", _measure(trainer, providers, largest))
+    columns = bench(trainer, providers, "optimizer")
+    for provider in providers:
+        rows.add("train_step", [trainer.row(provider, columns[provider], largest)])
+    trainer.leave()
     return rows.by_file["train_step"]
 
 
@@ -126,7 +134,7 @@ class Trainer:
     """
 
     def __init__(
-        self, name: str, config: TrainConfig, active: float, pattern: Pattern, gpu: clock.Gpu
+        self, name: str, config: TrainConfig, active: float, pattern: Pattern, gpu: runner.Gpu
     ):
         self.name, self.config, self.pattern, self.gpu = name, config, pattern, gpu
         with gpu.device:
@@ -142,6 +150,7 @@ class Trainer:
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in parameters}
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
+        self.expected: tuple[float, ...] = ()  # results of the first provider
         self.compiled = Compiled([*self.model.model.layers, self.model.model.norm])
         if config.checkpoint_activations:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -191,11 +200,11 @@ class Trainer:
 
     def all_sparse(self) -> bool:
         """Whether the kernels computed every layer in the last step; SparseFFN may be dense."""
-        from twell.kernels import ops
+        from twell.kernels import ops, training_ops
 
         rows = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.gpu.device)
         entries = max(ffn.capacity for ffn in self.model.ffns) * self.tokens.numel()
-        fits = entries < training_ops().MAX_ENTRIES
+        fits = entries < training_ops.MAX_ENTRIES
         return ops.takes(rows, self.config.intermediate_size) and fits and all(self.sparse.sparse)
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,84 +266,45 @@ class Trainer:
             guess -= max(guess // 32, 1)
         return guess
 
-
-# --- all providers ----------------------------------------------------------------------------
-
-
-def _measure(trainer: Trainer, providers: Sequence[Provider], largest: bool) -> list[dict]:
-    """Check the steps of every provider, then time them in turns; return the rows."""
-    config, gpu = trainer.config, trainer.gpu
-    common = model_columns(trainer.name, trainer.model, trainer.pattern.profile)
-    common |= {name: getattr(config, name) for name in ("context", "micro_batch", "precision")}
-    common["checkpoint_activations"] = config.checkpoint_activations
-    common["active"] = round(float(np.mean(trainer.active)), 2)
-    common["active_max"] = round(max(trainer.active), 2)
-    expected: list[tuple] = []  # loss and norms of the first provider, which is dense
-    numbers: dict[Provider, int] = {}  # steps of a turn
-
-    def check(provider: Provider) -> tuple[dict, Callable]:
-        trainer.become(provider, config.learning_rate)
-        results = trainer.steps()
-        expected.append(results)
-        _compare(f"{provider} of {trainer.name}", results, expected[0], providers[0])
-        if trainer.sparse is not None and not trainer.all_sparse():
-            raise ArithmeticError(f"{provider} of {trainer.name} computed a layer densely")
+    def prepare(self, provider: Provider) -> Call:
+        """Compare a provider's steps with those of the first one, which is dense."""
+        what = f"{provider} of {self.name}"
+        self.become(provider, self.config.learning_rate)
+        results = self.steps()
+        self.expected = self.expected or results
+        for (name, kind), value, exact in zip(COMPARED, results, self.expected, strict=True):
+            if not abs(value - exact) <= TOLERANCE[kind] * abs(exact):
+                raise ArithmeticError(f"{what} is wrong: {name} is {value:.5g}, dense {exact:.5g}")
+        if self.sparse is not None and not self.all_sparse():
+            raise ArithmeticError(f"{what} computed a layer densely")
         # Training changed the activity, and so the capacity; timed steps have the first weights.
-        trainer.leave()
-        trainer.sparse_state = None
-        loss, norm, _ = results
-        columns = {"loss": significant(loss, 6), "grad_norm": significant(norm, 4)}
-        return columns, functools.partial(times, provider)
+        self.leave()
+        self.sparse_state = None
+        columns = {"loss": significant(results[0], 6), "grad_norm": significant(results[1], 4)}
+        enter = functools.partial(self.become, provider, 0.0)
+        return Call(self.step, columns, enter=enter)
 
-    def times(provider: Provider) -> np.ndarray:
-        trainer.become(provider, 0.0)
-        if provider not in numbers:
-            trial = gpu.replay_times(trainer.step, 1)[0]
-            numbers[provider] = int(min(max(clock.OPTIMIZER_TURN / trial, 2), 20))
-        return gpu.replay_times(trainer.step, numbers[provider])
-
-    columns = clock.measure(providers, check, clock.LAYER_ROUNDS)
-    rows = []
-    for provider in providers:
-        trainer.become(provider, 0.0)
-        trainer.step()  # allocates the optimiser's state
-        rows.append(common | columns[provider] | _row(trainer, provider, columns[provider]["p50"]))
-        if largest:
-            rows[-1] |= _largest(trainer)
-    trainer.leave()
-    return rows
-
-
-def _compare(what: str, results: tuple, expected: tuple, first: Provider) -> None:
-    limits = (
-        (f"the loss after {CHECKED_STEPS} steps", "loss"),
-        ("the norm of the first gradient", "gradient norm"),
-        ("the norm of the first gradient of feed-forward weights", "gradient norm"),
-    )
-    for (name, kind), value, exact in zip(limits, results, expected, strict=True):
-        if not abs(value - exact) <= TOLERANCE[kind] * abs(exact):
-            raise ArithmeticError(f"{what} is wrong: {name} is {value:.5g}, of {first} {exact:.5g}")
-
-
-def _row(trainer: Trainer, provider: Provider, milliseconds: float) -> dict:
-    """The columns of the provider whose steps the trainer takes."""
-    row = {
-        "provider": provider.name,
-        "path": provider.path or "dense",
-        "capacity": trainer.sparse and trainer.sparse.summary()["capacity"],
-        "tokens_per_second": round(1e3 * trainer.tokens.numel() / milliseconds),
-        "peak": trainer.gpu.peak(trainer.step)[1],
-        "largest": None,
-        "largest_tokens_per_second": None,
-    }
-    return row | clock.energy(trainer.gpu, trainer.step, 1, milliseconds)
-
-
-def _largest(trainer: Trainer) -> dict:
-    """The columns of the largest micro-batch, which is timed."""
-    result, speed = trainer.largest(), None
-    if result:
-        times = clock.quantiles(trainer.gpu.replay_times(trainer.step, 5, lead=1))
-        speed = round(1e3 * trainer.tokens.numel() / times["p50"])
-    trainer.draw(trainer.config.micro_batch)
-    return {"largest": result, "largest_tokens_per_second": speed}
+    def row(self, provider: Provider, columns: dict, largest: bool) -> dict:
+        """Return the row of a provider that was timed."""
+        self.become(provider, 0.0)
+        self.step()  # allocates the optimiser's state
+        config, profile = self.config, self.pattern.profile
+        row = model_columns(self.name, self.model, profile) | columns
+        row |= {name: getattr(config, name) for name in ("context", "micro_batch", "precision")}
+        row |= {
+            "checkpoint_activations": config.checkpoint_activations,
+            "active": round(float(np.mean(self.active)), 2),
+            "active_max": round(max(self.active), 2),
+            "provider": provider.name,
+            "path": provider.path or "dense",
+            "capacity": self.sparse and self.sparse.summary()["capacity"],
+            "tokens_per_second": round(1e3 * self.tokens.numel() / columns["p50"]),
+            "peak": self.gpu.peak(self.step)[1],
+            "largest": self.largest() if largest else None,
+            "largest_tokens_per_second": None,
+        }
+        if row["largest"]:
+            ms = np.median(self.gpu.replay_times(self.step, 5, lead=1))
+            row["largest_tokens_per_second"] = round(1e3 * self.tokens.numel() / ms)
+        self.draw(config.micro_batch)
+        return row
