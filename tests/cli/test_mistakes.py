@@ -93,7 +93,7 @@ COMMANDS = {
     "measure ffn --tokens 1,many": r"--tokens is '1,many'; write numbers with commas, such as 1,16",
     "measure ffn --trace x --pattern recorded": r"--trace FILE and --layer NUMBER go together",
     "measure ffn --trace x --layer 0": r"--trace is for --pattern recorded; the pattern is skewed",
-    "measure ffn --backward --mode graph": r"--mode graph is for forward passes",
+    "measure ffn --backward --mode graph": r"mode 'graph' is unknown for steps",
     "measure ffn --backward --mode compiled": r"--backward has the modes stream and eager",
     "measure ffn --backward --bias": r"--bias is for forward passes",
     "measure ffn --mode bogus": r"'bogus' is not one of 'stream', 'graph'",

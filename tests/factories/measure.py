@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
-from twell.measure import clock, imposed, step
+from twell.measure import imposed, runner, step
 from twell.measure.case import Case
 from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
@@ -17,7 +17,7 @@ SIZES = {"hidden_size": K, "intermediate_size": N}
 TINY = "num_layers=3 hidden_size=32 intermediate_size=96 num_heads=2 vocab_size=320".split()
 
 
-class FakeGpu(clock.Gpu):
+class FakeGpu(runner.Gpu):
     """A clock of our own: calls run on the CPU, and take the ms by which they move `now`, or one.
 
     Power is 20 W. `timed` has the calls that were timed; `shown` the kernels of each call.
@@ -32,17 +32,17 @@ class FakeGpu(clock.Gpu):
     def spend(self, ms):
         self.now += ms
 
-    def stream_times(self, call, budget):
-        return self.replay_times(call, 3, lead=0)
+    def flushed_times(self, run, budget):
+        return self.replay_times(run, 2, lead=0)
 
-    def replay_times(self, replay, number, lead=3):
-        times = []
+    def replay_times(self, run, number, lead=None):
+        times, lead = [], runner.LEAD if lead is None else lead
         for _ in range(lead + number):
             start = self.now
-            replay()
+            run()
             times.append(self.now - start or 1.0)
             self.now = start + times[-1]
-        self.timed.append(replay)
+        self.timed.append(run)
         return np.array(times[lead:])
 
     def capture(self, calls):
@@ -108,9 +108,15 @@ def layer_step(num_tokens, gated=True, active=9.0):
     return x, weights, step.output_gradients(x)
 
 
+def dense_step(num_tokens, gated=True):
+    x, weights, gradients = layer_step(num_tokens, gated)
+    dense = step.DenseTraining(weights)
+    return step.Step(dense, dense, x, gradients)
+
+
 def case(num_tokens, gated=True, active=9.0):
     inputs = synthetic_layer(num_tokens, K, N, active=active, device="cpu", seed=SEED)
-    return Case.of("skewed", inputs, gated)
+    return Case.of("skewed", inputs, gated=gated)
 
 
 def model(dtype=torch.bfloat16, **changes):
@@ -141,12 +147,15 @@ def run(path, x, *tensors, activity=None, act=RELU):
 
 
 def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask=None):
-    """ops.train by dense products; NaN where the capacity does not suffice."""
+    """training_ops.train by dense products; NaN where the capacity does not suffice."""
+    from twell.kernels.training_ops import Trained
+
     assert act == RELU
     assert not any(bias is not None for bias in biases)
-    y, l1 = step.dense(x, w_gate, w_up, w_down)
-    g = torch.relu(x @ (w_up if w_gate is None else w_gate).t()).detach()
-    counts = (g != 0).sum(1)
+    g, h = reference.activations(x, w_gate, w_up)
+    y, l1 = h @ w_down.t(), h.abs().sum(-1, dtype=torch.float32)
+    active = g.detach() != 0
+    counts = active.sum(1)
     needed = counts.sum().add(len(x) - 1) // len(x)
     y = y * torch.where(needed > capacity, float("nan"), 1.0).to(x.dtype)
-    return step.training_ops().Trained(y, l1, counts.int(), (g != 0).sum(0).int(), needed)
+    return Trained(y, l1, counts.int(), active.sum(0).int(), needed)

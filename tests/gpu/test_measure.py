@@ -2,6 +2,7 @@
 
 import functools
 
+import pandas as pd
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig
@@ -9,11 +10,13 @@ from transformers import ContinuousBatchingConfig
 pytest.importorskip("triton")
 
 from twell.__main__ import main
-from twell.measure import clock, decode, imposed, model, serving
+from twell.measure import decode, imposed, model, runner, serving
+from twell.measure.calibration import calibrate
 from twell.measure.model import language_model
 from twell.measure.parts import PARTS
 from twell.measure.providers import TRITON_COMPILED, model_providers
 from twell.measure.sides import Sides, embed, random_model
+from twell.measure.step import crossover
 from twell.measure.trainer import train_step
 from twell.sparse.plan import Chooser
 
@@ -23,8 +26,9 @@ SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_s
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    for name, value in {"MODEL_TURN": 30, "SETTLE": 1, "LAYER_TURN": 5}.items():
-        monkeypatch.setattr(clock, name, value)
+    for name in runner.TURNS:
+        monkeypatch.setitem(runner.TURNS, name, runner.Turns(3, 10))
+    monkeypatch.setattr(runner, "ENERGY_MS", 200)
     for module in (decode, model):
         monkeypatch.setattr(module, "GENERATION", 8)
     yield
@@ -34,23 +38,23 @@ def short_turns(monkeypatch):
 def test_a_model_is_measured_in_every_way(tmp_path):
     options = {"shapes": [(16, 512), (2, 200)], "active": [10, 300], "layers": True, "parts": True}
     options |= {"decode": [1, 8, 70], "decode_context": 50, "energy": True, "out": tmp_path}
-    kept = language_model("0.5b", SMALL, **options)
-    assert {name: len(rows) for name, rows in kept.items()} == {
+    rows = language_model("0.5b", SMALL, **options)
+    assert {name: len(rows) for name, rows in rows.items()} == {
         "model": 2 * 2 * 6,
         "model_layers": 2 * 2 * 3,
-        "model_parts": 2 * 2 * (1 + 3) * len(PARTS),
+        "model_parts": 2 * 2 * len(PARTS),
         "decode": 2 * 3 * 6,
     }
-    assert {row["mode"] for row in kept["model"] if row["batch"] == 2} == {"graph"}
-    assert all(row["p50"] > 0 and row["peak"] > 1e6 for row in kept["model"])
-    for row in kept["model"] + kept["decode"]:
+    assert {row["mode"] for row in rows["model"] if row["batch"] == 2} == {"graph"}
+    assert all(row["p50"] > 0 and row["peak"] > 1e6 for row in rows["model"])
+    for row in rows["model"] + rows["decode"]:
         expected = "decode" if row["tokens"] <= 512 else "union"
         if row["provider"].startswith("dense"):
             expected = "dense"
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
-    assert all(row["same"] > 0.9 for row in kept["decode"])
+    assert all(row["same"] > 0.9 for row in rows["decode"])
     named = [part for part in PARTS if part != "between kernels"]
-    assert all(row["ms"] > 0 for row in kept["model_parts"] if row["part"] in named)
+    assert all(row["ms"] > 0 for row in rows["model_parts"] if row["part"] in named)
 
 
 def test_decoding_with_tuned_layers():
@@ -82,6 +86,25 @@ def test_training_steps_are_measured(tmp_path, checkpointed):
     names = ["dense torch.compile", "triton union torch.compile"]
     assert [row["provider"] for row in rows] == names
     assert all(row["peak"] > 1e6 and row["p50"] > 0 for row in rows)
+
+
+def test_a_layer_is_measured_in_every_mode(tmp_path):
+    sizes = "--hidden-size 512 --intermediate-size 1408 --active 20 --energy --kernels"
+    for mode in ("stream", "graph", "eager", "compiled"):
+        words = f"measure ffn --tokens 8,600 --mode {mode} {sizes} --out {tmp_path}"
+        assert main(words.split()) == 0
+    for mode in ("stream", "eager"):
+        words = f"measure ffn --backward --tokens 600 --mode {mode} {sizes} --out {tmp_path}"
+        assert main(words.split()) == 0
+    rows = pd.concat([pd.read_csv(tmp_path / f"{name}.csv") for name in ("ffn", "training")])
+    assert (rows["p50"] > 0).all() and (rows["relative_rms"] < 0.05).all()
+    assert (rows["energy"] > 0).all()
+
+
+def test_a_layer_is_calibrated(tmp_path):
+    calibration = calibrate(512, 1408, out=tmp_path / "c.json", tokens=(1, 64, 4096))
+    assert {point.tokens for point in calibration.times} == {1, 64, 4096}
+    assert crossover(512, 1408, tokens=2048) >= 0
 
 
 def test_the_command_line(tmp_path):

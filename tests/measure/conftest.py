@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.factories import measure as factories
-from twell.measure import check, clock, decode, model, step
-from twell.measure import layer as layers
+from twell.measure import check, decode, model, runner
 from twell.sparse import float8
 
 
@@ -13,20 +12,17 @@ from twell.sparse import float8
 def gpu(monkeypatch):
     """A FakeGpu as the clock of every measurement; short turns, no compiler."""
     gpu = factories.FakeGpu()
-    peaks = [("copy bandwidth", 4000.0, "GB/s"), ("matmul", 800.0, "TFLOP/s")]
-    peaks = [dict(zip(("metric", "value", "unit"), peak, strict=True)) for peak in peaks]
 
     def begin(energy=False):
         gpu.meter = (lambda: 0) if energy else None
         return gpu
 
-    monkeypatch.setattr(clock, "Gpu", begin)
-    monkeypatch.setattr(layers, "ceilings", lambda gpu: peaks)
-    monkeypatch.setattr(clock.time, "sleep", lambda seconds: gpu.spend(1e3 * seconds))
-    for name, value in {"LAYER_ROUNDS": 2, "MODEL_ROUNDS": 1, "SETTLE": 1}.items():
-        monkeypatch.setattr(clock, name, value)
-    for name in "LAYER CALIBRATION MODEL OPTIMIZER ENERGY".split():
-        monkeypatch.setattr(clock, f"{name}_TURN", 2)
+    monkeypatch.setattr(runner, "Gpu", begin)
+    monkeypatch.setattr(runner.time, "sleep", lambda seconds: gpu.spend(1e3 * seconds))
+    for name in runner.TURNS:
+        monkeypatch.setitem(runner.TURNS, name, runner.Turns(1, 2))
+    for name, value in {"SETTLE_MS": 1, "ENERGY_MS": 2, "LEAD": 0}.items():
+        monkeypatch.setattr(runner, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     return gpu
 
@@ -38,7 +34,7 @@ def dense_kernels(gpu, monkeypatch):
     monkeypatch.setattr(ops, "run", factories.run)
     monkeypatch.setattr("twell.kernels.float8.quantize", float8.quantize)
     monkeypatch.setattr(ops, "takes", lambda x, *_: x.dtype != torch.float16)
-    monkeypatch.setattr(step.training_ops(), "train", factories.train)
+    monkeypatch.setattr("twell.kernels.training_ops.train", factories.train)
     monkeypatch.setattr(check, "SAMPLE", 128)
     for module in (decode, model):
         monkeypatch.setattr(module, "GENERATION", 3)

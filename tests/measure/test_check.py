@@ -108,7 +108,8 @@ def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated):
     # Of 150 tokens, rounding is more than 5e-3 in one of some hundred draws.
     x, weights, gradients = layer_step(1000, gated)
     exact = Exact.of(x, weights, *gradients)
-    tensors = step.Step(step.dense, x, weights, gradients).tensors()
+    dense = step.DenseTraining(weights)
+    tensors = step.Step(dense, dense, x, gradients).tensors()
     worst, error = exact.check_step(tensors, "dense")
     errors = {name: relative(tensors[name], t) for name, t in exact.tensors.items()}
     assert error > 1e-3 and error == max(errors.values()) == errors[worst]
@@ -117,7 +118,7 @@ def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated):
             message = f"^{name} of union at case is wrong: relative RMS .* allowed"
             with pytest.raises(ArithmeticError, match=message):
                 exact.check_step(tensors | {name: wrong}, "union at case")
-    without_l1 = step.Step(step.dense, x, weights, (gradients[0], torch.zeros(1000)))
+    without_l1 = step.Step(dense, dense, x, (gradients[0], torch.zeros(1000)))
     with pytest.raises(ArithmeticError, match="^d.* is wrong"):
         exact.check_step(without_l1.tensors(), "dense")
 

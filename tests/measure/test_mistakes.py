@@ -48,8 +48,10 @@ MODEL = [
     ({"decode": [4, -1]}, "decode holds -1; it has to be at least 1"),
     ({"shapes": [], "layers": True}, "layers: measured on the first of the batches, and there"),
     ({"shapes": [], "parts": True}, "parts: measured on the first of the batches, and there"),
-    ({"tuned": True}, "tuned: decoding is timed so with compiled layers, and decode has no"),
-    ({"tuned": True, "compiled": False, "decode": [1]}, "layers, and compiled is False"),
+    ({"shapes": [], "alike": True}, "alike: measured on the first of the batches, and there"),
+    ({"tuned": True}, "tuned: decoding is timed so with compiled layers"),
+    ({"tuned": True, "compiled": False, "decode": [1]}, "tuned: decoding is timed so with"),
+    ({"layers": True, "ordered": True}, "layers: they are timed in the text's order"),
     ({"overrides": [*TINY, "activation=silu"]}, "quick has the activation 'silu'; sparse"),
     ({"overrides": [*TINY[2:], TINY[0], "hidden_size=40"]}, "hidden_size is 40; the kernels"),
     ({"out": "."}, r"decode.csv has the columns \['tokens', 'active'"),
@@ -59,6 +61,11 @@ GIVEN = {"size": "quick", "overrides": TINY, "shapes": [(2, 32)], "active": [20]
 CASES = [(ffn, {"tokens": [4]} | options, words) for options, words in LAYER]
 CASES += [(ffn_steps, {"tokens": [4]} | options, words) for options, words in LAYER]
 CASES += [(ffn, {"tokens": [4], "mode": "fast"}, "mode 'fast' is unknown; use one of stream, gr")]
+CASES += [
+    (ffn, {"tokens": [4], "merged": True} | options, "merged: of gated layers without biases")
+    for options in ({"gated": False}, {"bias": True}, {"mode": "eager"})
+]
+CASES += [(ffn, {"tokens": [4], "activation": "drelu", "gated": False}, "'drelu' needs a gate")]
 CASES += [(ffn_steps, {"tokens": [4], "mode": "graph"}, "'graph' is unknown for steps; use one of")]
 CASES += [(train_step, options, words) for options, words in STEPS]
 CASES += [(language_model, GIVEN | options, words) for options, words in MODEL]
@@ -70,7 +77,7 @@ CASES += [(crossover, SHAPE | {"tokens": 0}, "tokens holds 0")]
 
 @pytest.mark.parametrize("measured, options, words", CASES)
 def test_mistakes_are_named(dense_kernels, tmp_path, monkeypatch, measured, options, words):
-    monkeypatch.setattr(layer, "ceilings", lambda gpu: pytest.fail("measured something"))
+    monkeypatch.setattr(layer, "cases", lambda *_, **__: pytest.fail("measured something"))
     monkeypatch.setattr(trainer, "Trainer", lambda *_: pytest.fail("built something"))
     monkeypatch.chdir(tmp_path)
     for name in ("ffn", "training", "train_step", "decode"):

@@ -1,7 +1,6 @@
 """Optimiser steps of a model: the same steps by every provider, rows, the largest micro-batch."""
 
 import itertools
-import weakref
 
 import numpy as np
 import pandas as pd
@@ -10,16 +9,14 @@ import torch
 from torch.nn import functional as F
 
 from tests.factories import SEED, measure
-from twell import collect_l1
-from twell.measure import step, trainer
+from twell.measure import trainer
 from twell.measure.patterns import IMPOSED, replace
 from twell.measure.providers import COMPILED, DENSE_COMPILED, DENSE_EAGER, UNION, UNION_COMPILED
 from twell.measure.rows import COLUMNS
 from twell.measure.trainer import Trainer, chunked_cross_entropy, model_config, train_step
 from twell.train import TrainConfig
 
-pytest.importorskip("triton")
-OPS = step.training_ops()
+OPS = pytest.importorskip("twell.kernels.training_ops")
 TINY = [*measure.TINY, "context=32", "micro_batch=4", "valid_tokens=512", "precision=bf16"]
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -127,7 +124,7 @@ def test_checkpointed_layers_compute_again(build, provider):
 
 
 @pytest.mark.parametrize("curve", [0, 0.02])
-@pytest.mark.parametrize("limit", [100, 131, 160, 219, 1000, 9000])
+@pytest.mark.parametrize("limit", [100, 131, 219, 9000])
 def test_the_largest_micro_batch_is_found(build, monkeypatch, limit, curve):
     trainer, tried = build(), []
 
@@ -149,22 +146,6 @@ def test_the_largest_micro_batch_is_found(build, monkeypatch, limit, curve):
     if result:
         assert len(trainer.tokens) == result and trainer.labels.shape == (result * 32,)
     assert len(set(tried)) <= 12
-
-
-def test_a_pass_out_of_memory_leaves_nothing_in_memory(build, monkeypatch):
-    trainer, references = build(), []
-    trainer.become(DENSE_EAGER, 0.0)
-
-    def step():
-        with collect_l1(trainer.model) as terms:
-            trainer.model.model(input_ids=trainer.tokens)
-        references.extend(weakref.ref(l1) for _, l1 in terms.terms)
-        raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(trainer, "step", step)
-    assert not trainer.fits(2)
-    assert len(references) == len(trainer.model.ffns)
-    assert not any(reference() is not None for reference in references)
 
 
 # --- rows -------------------------------------------------------------------------------------
@@ -199,20 +180,6 @@ def test_rows_of_steps(dense_kernels, tmp_path, monkeypatch):
     timed = [sparse for sparse, _ in seen[checks:]]
     assert 2 * sum(timed) == len(timed)
     assert sum(a != b for a, b in itertools.pairwise(timed)) >= 4  # in turns
-
-
-@pytest.mark.parametrize("model, active", [("0.5b", 39), ("quick", 29)])
-def test_activity_is_the_papers_for_its_sizes(dense_kernels, monkeypatch, model, active):
-    class Asked(Exception):
-        pass
-
-    def means(self, layers, mean):
-        raise Asked(self.profile, mean)
-
-    monkeypatch.setattr(trainer.Pattern, "means", means)
-    with pytest.raises(Asked) as asked:
-        train_step(model, TINY, profile="paper")
-    assert asked.value.args == ("paper", active)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -257,7 +224,7 @@ def test_a_model_that_learns_something_else_is_refused(dense_kernels, tmp_path, 
 
     message = {
         "gradient": "is wrong: the norm of the first gradient of feed-forward weights is",
-        "loss": "is wrong: the (loss after 3 steps|norm of the first gradient.*) is .* of dense",
+        "loss": "is wrong: the (loss after 3 steps|norm of the first gradient.*) is .*, dense",
         "dense layer": "computed a layer densely",
     }[wrong]
     if wrong == "dense layer":

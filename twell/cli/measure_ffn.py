@@ -69,8 +69,7 @@ def command(
         option(
             "stream: single calls, cache emptied between; graph: a CUDA graph with 8 sets of "
             "weights in rotation; eager, compiled: these calls back to back; default: graph up to "
-            "4096 tokens. With --backward stream, the default, or eager: steps back to back, of "
-            "the layer itself too."
+            "4096 tokens. With --backward stream, the default, or eager: steps back to back."
         ),
     ] = None,
     energy: Energy = False,
@@ -82,18 +81,14 @@ def command(
 ) -> None:
     """Time one layer in bf16: dense, by each path of the kernels, and by auto.
 
-    Rows are appended after each case to ffn.csv and kernels.csv, what the GPU can do to
-    ceilings.csv; with --backward to training.csv and training_kernels.csv.
+    Rows are appended after each case to ffn.csv and kernels.csv, with --backward to training.csv
+    and training_kernels.csv.
     """
     patterns = pattern.split(",")
     if (trace is None) != (layer is None):
         raise ValueError("--trace FILE and --layer NUMBER go together")
     if trace and "recorded" not in patterns:
         raise ValueError(f"--trace is for --pattern recorded; the pattern is {pattern}")
-    if backward and mode not in (None, "stream", "eager"):
-        raise ValueError(
-            f"--mode {mode} is for forward passes; --backward has the modes stream and eager"
-        )
     if backward and (bias or merged or activation != "relu"):
         given = "--bias" if bias else "--merged" if merged else f"--activation {activation}"
         raise ValueError(f"{given} is for forward passes; --backward times ReLU without biases")

@@ -7,9 +7,9 @@ backend and path are the provider's.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from twell.measure.patterns import (
 )
 from twell.measure.providers import FP8, Provider
 from twell.measure.rows import require
+from twell.measure.runner import Gpu
 from twell.models.quantize import quantize_
 from twell.sparse import float8
 from twell.sparse.activations import RELU, Activation
@@ -239,7 +240,7 @@ class Case:
         exact = Exact.of(float8.wide(*kind.read(self.x)), wide, fp8=True)
         return exact, exact.fp8_limit
 
-    @functools.cached_property
+    @cached_property
     def _exact_in_fp8(self) -> Exact:
         """Of x, gate and up by rows."""
         gate, up, down = self.sets[0]
@@ -251,9 +252,9 @@ class Case:
 
 
 def cases(
-    num_tokens: int,
-    weight_sets: int,
-    device: torch.device,
+    gpu: Gpu,
+    modes: Mapping[int, str],
+    weight_sets: int = WEIGHT_SETS,
     *,
     patterns: Sequence[str],
     active: Sequence[float],
@@ -261,27 +262,30 @@ def cases(
     intermediate_size: int,
     masks: Mapping[str, np.ndarray] | None,
     **options: Any,
-) -> Iterator[Case]:
-    """Yield the case of each pattern and level of activity, or of each recorded mask.
+) -> Iterator[tuple[Case, str]]:
+    """Yield a case for each level of activity or recorded mask, and its mode.
 
-    Delete a case before the next one. options: those of `Case.of`. The rest: arguments of `ffn`.
+    Delete a case before the next one. modes: by number of tokens; in the mode "stream" a case has
+    one set of weights. options: those of `Case.of`. The rest: arguments of `ffn`.
     """
-    for name in patterns:
-        if name == "recorded":
-            width = hidden_size or 1024
-            given = [
-                (
-                    f"recorded {label}",
-                    functools.partial(imposed_layer, mask[:width], hidden_size=width),
+    for num_tokens, mode in modes.items():
+        for name in patterns:
+            if name == "recorded":
+                width = hidden_size or 1024
+                draws = [
+                    (f"recorded {label}", partial(imposed_layer, mask[:width], hidden_size=width))
+                    for label, mask in (masks or recorded_masks()).items()
+                ]
+            else:
+                sizes = {"hidden_size": hidden_size or 2048, "intermediate_size": intermediate_size}
+                draw = partial(synthetic_layer, pattern=PATTERNS[name], **sizes)
+                draws = [(name, partial(draw, active=mean)) for mean in active]
+            for column, draw in draws:
+                inputs = draw(num_tokens=num_tokens, device=gpu.device)
+                yield (
+                    Case.of(column, inputs, 1 if mode == "stream" else weight_sets, **options),
+                    mode,
                 )
-                for label, mask in (masks or recorded_masks()).items()
-            ]
-        else:
-            sizes = {"hidden_size": hidden_size or 2048, "intermediate_size": intermediate_size}
-            draw = functools.partial(synthetic_layer, pattern=PATTERNS[name], **sizes)
-            given = [(name, functools.partial(draw, active=mean)) for mean in active]
-        for column, inputs in given:
-            yield Case.of(
-                column, inputs(num_tokens=num_tokens, device=device), weight_sets, **options
-            )
-            torch.cuda.empty_cache()
+                del inputs
+                torch.cuda.empty_cache()
+        torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit

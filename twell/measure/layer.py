@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from twell.measure import quantized, runner
-from twell.measure.case import GRAPH_TOKENS, WEIGHT_SETS, Case, cases, check_sizes, compiled
+from twell.measure.case import GRAPH_TOKENS, Case, cases, check_sizes, compiled
 from twell.measure.patterns import Pattern
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
 from twell.measure.rows import Rows, require, significant
@@ -69,7 +69,6 @@ def ffn(
     to 10^8 active entries. Raises ValueError for unfit arguments, ArithmeticError for a wrong
     result, RuntimeError without a GPU. Ours.
     """
-    gpu = runner.Gpu(energy)
     act = get_activation(activation, gated=gated, sparse=True)
     check_grid(tokens, patterns, hidden_size, intermediate_size, kernels, out)
     known = mode is None or mode in MODES
@@ -80,13 +79,11 @@ def ffn(
     grid = {"patterns": patterns, "active": active, "masks": masks, "gated": gated, "act": act}
     grid |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "bias": bias}
     grid |= {"merged": merged, "calibration": calibration}
-    rows = Rows(out, ["ffn", "kernels"])
-    for num_tokens in tokens:
-        how = mode or ("graph" if num_tokens <= GRAPH_TOKENS else "stream")
-        for case in cases(num_tokens, 1 if how == "stream" else WEIGHT_SETS, gpu.device, **grid):
-            LayerBench(gpu, case, how).measure(rows, kernels)
-            del case
-        torch.compiler.reset()  # compiled anew each time, up to a limit
+    gpu, rows = runner.Gpu(energy), Rows(out, ["ffn", "kernels"])
+    modes = {number: mode or ("graph" if number <= GRAPH_TOKENS else "stream") for number in tokens}
+    for case, how in cases(gpu, modes, **grid):
+        LayerBench(gpu, case, how).measure(rows, kernels)
+        del case
     return rows.by_file["ffn"]
 
 

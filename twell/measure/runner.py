@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -73,22 +73,15 @@ class Call:
     metered: bool = True
 
 
-class Case(Protocol):
-    """What `bench` measures."""
-
-    gpu: Gpu
-
-    def prepare(self, provider: Any) -> Call:
-        """Check a provider's result; raise ArithmeticError for a wrong one."""
-
-
-def bench(case: Case, providers: Iterable[Hashable], turns: str = "layer") -> dict[Any, dict]:
+def bench(case: Any, providers: Iterable[Hashable], turns: str = "layer") -> dict[Any, dict]:
     """Check every provider, then time all in turns; return the columns by provider.
 
-    Nothing is timed before all results were found correct. The columns are those of the check;
-    p20, p50 and p80 of ms a call; with a meter also energy (mJ a call, idle power included) and
-    watts. The order of a round is drawn, always alike: where power binds, a call that always
-    followed the hottest one would look slow. turns: a name of TURNS.
+    case: has a `gpu`; its `prepare(provider)` returns a Call, or raises ArithmeticError for a wrong
+    result. Nothing is timed before all results were found correct. turns: a name of TURNS.
+
+    The columns are those of the check; p20, p50 and p80 of ms a call; with a meter also energy (mJ
+    a call, idle power included) and watts. The order of a round is drawn, always alike: where power
+    binds, a call that always followed the hottest one would look slow.
     """
     how = TURNS[turns]
     timers = {key: _Timer(case.gpu, case.prepare(key), how) for key in providers}

@@ -64,18 +64,15 @@ def ffn_steps(
     COLUMNS["training"]. Raises ValueError for unfit arguments, ArithmeticError, with its name, for
     a wrong tensor, RuntimeError without a GPU. Ours.
     """
-    gpu = runner.Gpu(energy)
     check_grid(tokens, patterns, hidden_size, intermediate_size, kernels, out)
     known = mode in PROVIDERS
     require(known, f"mode {mode!r} is unknown for steps; use one of {', '.join(PROVIDERS)}")
     grid = {"patterns": patterns, "active": active, "masks": masks, "gated": gated}
     grid |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
-    rows = Rows(out, ["training", "training_kernels"])
-    for num_tokens in tokens:
-        for case in cases(num_tokens, 1, gpu.device, **grid):
-            StepBench(gpu, case, mode).measure(rows, kernels)
-            del case
-        torch.compiler.reset()  # compiled anew each time, up to a limit
+    gpu, rows = runner.Gpu(energy), Rows(out, ["training", "training_kernels"])
+    for case, _ in cases(gpu, dict.fromkeys(tokens, mode), 1, **grid):
+        StepBench(gpu, case, mode).measure(rows, kernels)
+        del case
     return rows.by_file["training"]
 
 

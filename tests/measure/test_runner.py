@@ -1,0 +1,123 @@
+"""Checks before times, turns, energy and kernels, by a clock of our own."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.factories.measure import FakeGpu
+from twell.measure import runner
+from twell.measure.runner import Call, Turns, bench
+
+
+class Timed:
+    """Providers "a", "b", ...: calls of 1, 2, ... ms. `order` has the checks and turns."""
+
+    def __init__(self, **options):
+        self.gpu, self.order, self.options = FakeGpu(), [], options
+
+    def prepare(self, name):
+        self.order.append(f"check {name}")
+        if name == "wrong":
+            raise ArithmeticError
+        ms = 1.0 + "abcd".index(name)
+        enter = lambda: self.order.append(name)  # noqa: E731
+        return Call(lambda: self.gpu.spend(ms), {"error": name}, enter=enter, **self.options)
+
+
+@pytest.fixture(autouse=True)
+def known_turns(monkeypatch):
+    monkeypatch.setitem(runner.TURNS, "short", Turns(5, 20))
+    monkeypatch.setitem(runner.TURNS, "long", Turns(3, 800, settle=300))
+
+
+def test_calls_are_checked_and_then_take_turns():
+    case = Timed()
+    columns = bench(case, "abc", "short")
+    assert case.order[:3] == ["check a", "check b", "check c"]
+    rounds = ["".join(case.order[place : place + 3]) for place in range(3, 18, 3)]
+    assert len(case.order) == 18 and all(set(order) == set("abc") for order in rounds)
+    assert len(set(rounds)) > 1  # nobody always comes last
+    assert columns["b"] == {"error": "b", "p20": 2.0, "p50": 2.0, "p80": 2.0}
+    case = Timed()
+    with pytest.raises(ArithmeticError):
+        bench(case, ["a", "wrong"], "short")
+    assert case.order == ["check a", "check wrong"] and not case.gpu.timed
+
+
+@pytest.mark.parametrize("turns, flush", [("short", False), ("short", True), ("long", False)])
+def test_energy_is_that_of_one_call(turns, flush):
+    case = Timed(per_run=4, flush=flush)
+    case.gpu.meter = lambda: 0
+    columns = bench(case, "ab", turns)
+    for name, ms in {"a": 1.0, "b": 2.0}.items():
+        assert columns[name]["p50"] == ms / 4
+        assert columns[name]["energy"] == pytest.approx(20 * ms / 4, rel=1e-3)
+        assert columns[name]["watts"] == 20
+    assert case.gpu.now > 2 * runner.ENERGY_MS  # a second of each
+    unmetered = Timed(metered=False)
+    unmetered.gpu.meter = case.gpu.meter
+    assert "energy" not in bench(unmetered, "a", turns)["a"]
+
+
+def test_a_turn_has_as_many_runs_as_its_time_allows():
+    case = Timed()
+    bench(case, "ad", "long")
+    per_turn = {1.0: 300 + runner.LEAD + 800, 4.0: 75 + runner.LEAD + 200}
+    first = 2 * (2 + runner.LEAD)  # runs that estimate the time, of both
+    assert case.gpu.now == 3 * sum(ms * runs for ms, runs in per_turn.items()) + first / 2 * 5
+
+
+def test_without_a_gpu_or_a_meter_the_reason_is_given(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="measuring needs a GPU, and torch sees none"):
+        runner.Gpu()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    assert runner.Gpu(energy=True).meter is None
+    assert "energy is not measured: the package nvidia-ml-py" in capsys.readouterr().out
+
+
+# --- kernels ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, short",
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", "cublas matmul"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>(cublasLt::x)", "cublas matmul"),
+        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int>(x)", "cublas matmul"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16>(x)", "cublas matmul"),
+        ("triton_poi_fused__unsafe_view_mul_relu_0", "elementwise"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::relu>(int)", "elementwise"),
+        ("Memset (Device)", "copy"),
+        ("rowwise_kernel", "rowwise_kernel"),
+        ("void mine<3>(int)", "mine"),
+    ],
+)
+def test_kernels_have_short_names(name, short):
+    assert runner.kernel_name(name) == short
+
+
+def test_kernel_times_are_means_over_calls():
+    gpu = FakeGpu()
+    gpu.shown = lambda call: [("nvjet_a", 1.0), ("gate_kernel", 0.1), ("nvjet_b", call())]
+    rows = runner.kernel_rows(gpu, [lambda: 0.5, lambda: 1.0, lambda: 1.5])
+    assert rows == [
+        {"kernel": "cublas matmul", "launches": 2.0, "ms": 2.0},
+        {"kernel": "gate_kernel", "launches": 1.0, "ms": 0.1},
+    ]
+
+
+def test_equal_passes_have_the_same_kernels():
+    a, b = ("a", 1.0), ("b", 2.0)
+    assert runner.equal_parts([a, b, ("a", 3.0), b], 2) == [[a, b], [("a", 3.0), b]]
+    for kernels in ([a, b, a], [], [a, b, b, a]):
+        message = f"^{len(kernels)} kernels ran in 2 equal passes, and not the same"
+        with pytest.raises(RuntimeError, match=message):
+            runner.equal_parts(kernels, 2)
+
+
+def test_quantiles_are_those_of_the_times():
+    times = np.random.default_rng(0).random(101)
+    expected = np.quantile(times, [0.2, 0.5, 0.8])
+    assert list(runner.quantiles(times).values()) == pytest.approx(expected, rel=1e-3)
