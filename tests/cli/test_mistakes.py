@@ -94,7 +94,6 @@ COMMANDS = {
     "measure ffn --trace x --pattern recorded": r"--trace FILE and --layer NUMBER go together",
     "measure ffn --trace x --layer 0": r"--trace is for --pattern recorded; the pattern is skewed",
     "measure ffn --backward --mode graph": r"mode 'graph' is unknown for steps",
-    "measure ffn --backward --mode compiled": r"--backward has the modes stream and eager",
     "measure ffn --backward --bias": r"--bias is for forward passes",
     "measure ffn --mode bogus": r"'bogus' is not one of 'stream', 'graph'",
     "measure ffn --backward --calibration x.json": r"which --backward does not time",

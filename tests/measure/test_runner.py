@@ -1,6 +1,5 @@
 """Checks before times, turns, energy and kernels, by a clock of our own."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -115,9 +114,3 @@ def test_equal_passes_have_the_same_kernels():
         message = f"^{len(kernels)} kernels ran in 2 equal passes, and not the same"
         with pytest.raises(RuntimeError, match=message):
             runner.equal_parts(kernels, 2)
-
-
-def test_quantiles_are_those_of_the_times():
-    times = np.random.default_rng(0).random(101)
-    expected = np.quantile(times, [0.2, 0.5, 0.8])
-    assert list(runner.quantiles(times).values()) == pytest.approx(expected, rel=1e-3)

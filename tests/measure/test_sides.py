@@ -16,13 +16,8 @@ from twell.measure.decode import Decoder, joined_projections
 from twell.measure.providers import (
     AUTO,
     AUTO_COMPILED,
-    BACKENDS,
-    COMPILED,
     DENSE_EAGER,
-    EAGER,
     TRITON,
-    TUNED,
-    Provider,
     model_providers,
 )
 from twell.measure.sides import Sides, exact_hidden_states, forward
@@ -91,19 +86,6 @@ def test_sides_differ_in_nothing_but_the_feed_forward_layers(sides):
         assert bool(paths) == (provider.backend == "triton")  # "auto" is dense, by the projections
         assert torch.equal(results.setdefault(provider, hidden), hidden)
     assert sides.paths(TRITON, 64) == "decode 4"
-
-
-def test_each_compilation_is_made_once(sides, monkeypatch):
-    calls, asked = {}, []
-    for kind in (COMPILED, TUNED, COMPILED):
-        for backend in BACKENDS:
-            sides.become(Provider(backend, None, kind))
-            calls.setdefault(sides.model.model.norm._compiled_call_impl, set()).add(kind)
-    assert list(calls.values()) == [{COMPILED}, {TUNED}]
-    assert sides.compiled_with == 5 * [None] + 5 * [TUNING]  # four layers and the norm
-    monkeypatch.setattr(torch, "compile", lambda part, *, options, **_: asked.append(options))
-    decoder = Decoder(sides.model, imposed.draw_tokens(640, 1, 8), 4)
-    assert asked == 2 * [None] + 2 * [TUNING] and set(decoder.around) == {EAGER, COMPILED, TUNED}
 
 
 def test_auto_chooses_by_the_activity_of_each_layer(sides):

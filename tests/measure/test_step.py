@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.factories import measure
-from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, dense_step, layer_step
+from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, dense_step
 from twell.measure import step
 from twell.measure.check import TOLERANCE, Exact
 from twell.measure.rows import COLUMNS
@@ -143,12 +143,3 @@ def test_steps_that_are_slower_or_faster_at_every_level(timed):
     assert crossover(K, N, tokens=70) == 0 and len(set(timed)) == 1
     timed.pays = 1e3
     assert crossover(K, N, tokens=70) == pytest.approx(timed[-1], abs=0.01)
-
-
-def test_gradients_reach_x_and_weights_alone():
-    x, weights, gradients = layer_step(70)
-    assert not x.requires_grad and not any(weight.requires_grad for weight in weights)
-    dense = step.DenseTraining(weights)
-    tensors = Step(dense, dense, x, gradients).tensors()
-    assert set(tensors) == {"y", "l1", "dx", "dw_gate", "dw_up", "dw_down"}
-    assert not x.requires_grad
