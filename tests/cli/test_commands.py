@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,26 +48,13 @@ def python(code, **environment):
 # --- help -------------------------------------------------------------------------------------
 
 
-def test_help_is_grouped_and_has_an_example(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
+def test_every_command_has_help_with_an_example_that_parses(capsys):
     commands = list(every_command())
     assert len(commands) == 16
     for command in commands:
         assert main([*command.split(), "--help"]) == 0
-        text = capsys.readouterr().out
-        example = re.search(r"Example: twell (.*)", text)[1]
-        words, _ = parse([word.strip('"') for word in re.findall(r'"[^"]*"|\S+', example)])
-        assert " ".join(words) == command
-        assert ("Output" in text) == ("--out" in text)
-    for group in ([], ["measure"]):
-        assert main([*group, "--help"]) == 0
-        assert "calibrate" in (text := capsys.readouterr().out) or "Models" in text
-
-
-def test_the_terminal_alone_breaks_the_lines_of_help(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "140")
-    assert main(["relufy", "--help"]) == 0
-    assert "Without a source the original writes the text." in capsys.readouterr().out
+        example = capsys.readouterr().out.partition("Example: twell ")[2]
+        assert " ".join(parse(shlex.split(example))[0]) == command
 
 
 @pytest.mark.parametrize("option", ["--num-fewshot=3", "--num_fewshot=3", "--num-fewshot 3"])
@@ -75,7 +63,7 @@ def test_hyphens_and_underscores_are_one(option):
 
 
 def test_overrides_and_options_go_in_any_order():
-    words = "train seed=1 --out a tokens=5".replace("train", "train quick")
+    words = "train quick seed=1 --out a tokens=5"
     assert parse(words.split()) == parse("train --out a quick seed=1 tokens=5".split())
     assert parse(words.split())[1]["overrides"] == ["seed=1", "tokens=5"]
 
@@ -105,50 +93,31 @@ def test_outputs_go_to_build_and_runs_by_default(place, monkeypatch, capsys):
     assert main(["runs"]) == 0
 
 
-def test_inspect_says_what_the_page_shows(place, capsys):
+def test_inspect_takes_models_traces_and_two_texts(place, capsys):
+    page = place.folder / "out.html"
     other = shutil.copytree(place.run, place.folder / "other")
     assert main(place.inspect("--text", "ba de fun <b>", "--compare", str(other))) == 0
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     printed = capsys.readouterr().out
-    page = (place.folder / "out.html").read_text(encoding="utf-8")
-    assert page.startswith("<!doctype html>") and f"out.html: {len(page.encode())} bytes" in printed
-    line = r"^run: \d+ tokens, [\d.]+ of 96 neurons active a layer$"
-    assert re.search(line, printed, re.M) and "\nother: " in printed
+    assert re.search(r"^run: \d+ tokens, [\d.]+ of 96 neurons", printed, re.M)
+    assert "\nother: " in printed
     assert main(place.inspect("--file", place.write("long.txt", "ba de fun " * 3000))) == 0
     assert re.search(r"run: 4096 tokens, the first of \d{4,}, ", capsys.readouterr().out)
 
-
-def test_inspect_takes_traces_and_two_texts(place, capsys):
-    place_of = place.folder / "out.html"
     assert main(place.trace("--text", "ba de fun")) == 0
     traced = place.folder / "out.npz"
     assert main(place.inspect(run=traced)) == 0
-    model, compared = ["--model", str(place.run)], ["--compare-text", "fun"]
-    assert main(place.inspect(*model, "--start", "2", *compared, run=traced)) == 0
+    options = ["--model", str(place.run), "--start", "2", "--compare-text", "fun"]
+    assert main(place.inspect(*options, run=traced)) == 0
     printed = capsys.readouterr().out
     assert re.search(r"^out: \d+ tokens", printed, re.M) and "\nout, text 2: " in printed
-    other = place.write("other.txt", "de ba")
-    assert main(place.inspect("--text", "ba de fun", "--compare-file", other)) == 0
+    compared = place.write("other.txt", "de ba")
+    assert main(place.inspect("--text", "ba de fun", "--compare-file", compared)) == 0
     assert "\nrun, text 2: " in capsys.readouterr().out
-    assert "run, text 1 and run, text 2: active neurons" in place_of.read_text(encoding="utf-8")
 
 
 def test_a_text_may_be_longer_than_names_of_files(place):
     assert main(place.trace("--text", "ж" * 200)) == 0  # two bytes each
-
-
-def test_inspect_refuses_before_a_model_loads(place, monkeypatch):
-    def load(*_, **__):
-        raise AssertionError("weights were read")
-
-    monkeypatch.setattr("twell.models.loading.read_weights", load)
-    counted = place.write("a.npz", "PK")
-    no_tokenizer = shutil.copytree(place.run / "model", place.folder / "bare")
-    for file in no_tokenizer.glob("tokenizer*"):
-        file.unlink()
-    for options in (["--aggregate", counted], ["--compare", str(no_tokenizer)]):
-        assert main(place.inspect("--text", "a", *options)) == 2
-    with pytest.raises(AssertionError, match="weights were read"):
-        main(place.inspect("--text", "a"))
 
 
 def test_evaluate_passes_lm_evals_words_on(monkeypatch, tmp_path):
@@ -173,25 +142,23 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     folder = tmp_path / "runs"
     for name in ("live/one", "one", "other", "stopped"):
         shutil.copytree(tiny_run, folder / name)
-    (folder / "one" / "logger").mkdir()
-    (folder / "one" / "logger" / "config.yaml").touch()  # no run
     origin = json.loads((folder / "other" / "provenance.json").read_text())
     (folder / "other" / "provenance.json").write_text(json.dumps(origin | {"complete": False}))
     shutil.rmtree(folder / "other" / "model")
     shutil.rmtree(folder / "stopped" / "model")
     (folder / "stopped" / "checkpoint-00000004").mkdir()
     config, log = results.load_run(tiny_run)
+    log.loc[(log["split"] == "valid") & (log["metric"] == "active_mean"), "value"] = 95.62
+    log.to_csv(folder / "one" / "log.csv", index=False)
     assert main(["runs", str(folder)]) == 0
     heading, rule, *lines = capsys.readouterr().out.splitlines()
     assert {line.count("|") for line in (heading, rule, *lines)} == {12}
     live, one, other, stopped = ([word.strip() for word in line.split("|")[1:-1]] for line in lines)
-    assert live == ["`live/one`", *one[1:]]
-    valid = log[(log["split"] == "valid") & (log["step"] == log["step"].max())]
-    last = valid.groupby("metric")["value"].mean()
-    assert one[0] == "`one`" and one[4] == str(config["seed"])
-    assert one[5] == f"{last['cross_entropy']:.3f}"
-    assert one[6].startswith(f"{last['active_mean']:.3g} (") and one[-2] == config["device"]
-    assert other[0] == "`other` (not complete)"
+    assert [live[0], one[0], other[0]] == ["`live/one`", "`one`", "`other` (not complete)"]
+    last = log[(log["split"] == "valid") & (log["step"] == log["step"].max())]
+    loss = last.groupby("metric")["value"].mean()["cross_entropy"]
+    expected = [str(config["seed"]), f"{loss:.3f}", "95.6 (100%)"]
+    assert one[4:7] == expected and one[-2] == config["device"]
     assert [one[-1], other[-1], stopped[-1]] == ["model", "–", "checkpoint"]
     for pattern, expected in {"o[t]*": [lines[2]], "one": lines[:2], "live/*": lines[:1]}.items():
         assert main(["runs", str(folder), "--pattern", pattern]) == 0
@@ -203,18 +170,6 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
         assert main(["runs", str(folder), "--out", str(page)]) == 0
     expected = ["before", BEGIN, heading, rule, *lines, END, "after"]
     assert page.read_text().splitlines() == expected
-
-
-@pytest.mark.parametrize(
-    ("active", "cell"), [(95.62, "95.6 (100%)"), (95, "95 (99%)"), (9.552, "9.55 (9.9%)")]
-)
-def test_shares_near_all_are_no_powers_of_ten(tiny_run, tmp_path, capsys, active, cell):
-    run = shutil.copytree(tiny_run, tmp_path / "run")
-    _, log = results.load_run(run)
-    log.loc[(log["split"] == "valid") & (log["metric"] == "active_mean"), "value"] = active
-    log.to_csv(run / "log.csv", index=False)
-    assert main(["runs", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[2].split("|")[7].strip() == cell
 
 
 def test_info_names_versions_devices_and_backends(capsys):

@@ -1,12 +1,11 @@
 """The command line: `twell COMMAND --help`.
 
-One file a command. Modules here import Typer alone; a command imports torch and the rest when it
-runs, so that `--help` is fast. `spelling` rewrites and refuses options before Typer sees them.
+One file a command. The modules here import Typer alone, so that `--help` is fast. A command imports
+torch and the rest when it runs.
 """
 
 from __future__ import annotations
 
-import dis
 import io
 import os
 import sys
@@ -30,30 +29,37 @@ from twell.cli import (
     measure_train_step,
     relufy,
     runs,
-    spelling,
     trace,
     train,
 )
 
 DEBUG = "--debug"
 MODELS, RESULTS = "Models", "Results and machine"
+PACKAGE = Path(__file__).parent.parent
+# A library that raises one of these has met a fault; this package raises them for bad input.
+REFUSALS = ValueError, IndexError, RuntimeError, ArithmeticError
+UsageError = typer.BadParameter.__base__  # Typer has no public name for it
+
+
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
 
 
 def _app(description: str) -> typer.Typer:
-    names = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
     return typer.Typer(
         help=description,
         add_completion=False,
-        rich_markup_mode="rich",
+        rich_markup_mode="markdown",
         no_args_is_help=True,
-        context_settings=names,
+        context_settings=SETTINGS,
     )
 
 
 def _add(group: typer.Typer, module, name: str, panel: str | None = None) -> None:
-    paragraphs = module.command.__doc__.split("\n\n")
-    text = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # the terminal breaks lines
-    about = {"help": text, "epilog": f"Example: {module.EXAMPLE}"}
+    about = {"epilog": f"Example: {module.EXAMPLE}", "context_settings": SETTINGS}
     group.command(name, **about, rich_help_panel=panel)(module.command)
 
 
@@ -83,30 +89,23 @@ _add(app, info, "info", RESULTS)
 def parse(arguments: list[str]) -> tuple[list[str], dict]:
     """Return the words of a command and the values of its parameters, without running it.
 
-    The values are empty where help is asked for.
-    Raises ValueError for an unknown command or option, an option given twice, and a value of a
-    wrong type.
+    The values are empty where help is asked for. Raises ValueError for an unknown command or
+    option, and for a value of a wrong type.
     """
-    command = typer.main.get_command(app)
+    words, command = _find(arguments)
     try:
-        words, rest = spelling.command_words(command, arguments)
-        rest = spelling.rewrite(command, words, rest)
-        for word in words:
-            command = command.commands[word]
-        with command.make_context(" ".join(["twell", *words]), rest) as context:
+        with command.make_context("twell", arguments[len(words) :]) as context:
             return words, context.params
     except typer.Exit:  # after its help
         return words, {}
-    except Exception as error:
-        if _is_usage(error):
-            raise ValueError(error.format_message()) from None
-        raise
+    except UsageError as error:
+        raise ValueError(error.format_message()) from None
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    Bad input prints one line to standard error and returns 2; a fault in the code keeps its
+    Bad input prints a message to standard error and returns 2. A fault in the code keeps its
     traceback. An interrupt returns 130, a closed pipe 141.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -117,17 +116,18 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     debug, arguments = DEBUG in arguments, [word for word in arguments if word != DEBUG]
-    command = typer.main.get_command(app)
-    words, _ = spelling.command_words(command, arguments)
+    words, command = _find(arguments)
     name = " ".join(["twell", *words])
     try:
-        arguments = [*words, *spelling.rewrite(command, words, arguments[len(words) :])]
-        with command.make_context("twell", arguments) as context:
+        with command.make_context(name, arguments[len(words) :]) as context:
             command.invoke(context)
         if sys.stdout is not None:  # it may have been closed before the start
             sys.stdout.flush()
     except typer.Exit as done:
         return done.exit_code
+    except UsageError as error:
+        error.show()
+        return 2
     except BrokenPipeError:  # `twell runs | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 141
@@ -135,36 +135,33 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name}: {str(interrupt) or 'interrupted'}", file=sys.stderr)
         return 130
     except Exception as error:
-        if not _is_usage(error) and not _is_bad_input(error):
+        if not _is_bad_input(error):
             raise
         if debug:
             traceback.print_exc()
-        if message := _message(error):
-            print(f"{name}: {message}", file=sys.stderr)
+        print(f"{name}: {_message(error)}", file=sys.stderr)
         return 2
     return 0
 
 
-def _is_usage(error: Exception) -> bool:
-    """Whether Typer refused the arguments. The class has moved between Typer's versions."""
-    return any(kind.__name__ == "ClickException" for kind in type(error).__mro__)
+def _find(arguments: list[str]) -> tuple[list[str], typer.core.TyperCommand]:
+    """Return the words that name a command, such as measure and ffn, and the command."""
+    words, command = [], typer.main.get_command(app)
+    for word in arguments:
+        if word not in getattr(command, "commands", {}):
+            break
+        words.append(word)
+        command = command.commands[word]
+    return words, command
 
 
 def _is_bad_input(error: Exception) -> bool:
-    """Return whether bad input caused an error: a file, a package, or a `raise` in this package.
-
-    Errors of the same classes that Python or a library raises are faults in the code.
-    """
-    if isinstance(error, OSError) or _lacks_memory(error):
+    """Return whether the input caused an error: a file, a package, memory, or a refusal of ours."""
+    if isinstance(error, OSError | ImportError) or _lacks_memory(error):
         return True
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return error.name.partition(".")[0] != "twell"
-    last = error.__traceback__
-    while last.tb_next:
-        last = last.tb_next
-    code = last.tb_frame.f_code
-    raised = code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
-    return raised and Path(code.co_filename).is_relative_to(Path(__file__).parent.parent)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    ours = Path(frame.f_code.co_filename).is_relative_to(PACKAGE)
+    return ours and isinstance(error, REFUSALS)
 
 
 def _lacks_memory(error: Exception) -> bool:
@@ -174,19 +171,10 @@ def _lacks_memory(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-    """Return the one line that describes an error, empty where help was printed instead."""
-    if _is_usage(error):
-        # A group without a command carries its help as the message.
-        if type(error).__name__ == "NoArgsIsHelpError":
-            error.show()
-            return ""
-        text = error.format_message()
-    elif isinstance(error, KeyError) and error.args:
-        text = error.args[0]
-    elif isinstance(error, OSError) and error.errno and error.filename is None:
+    """Return an error in one line."""
+    text = str(error)
+    if isinstance(error, OSError) and error.errno and error.filename is None:
         text = error.strerror
-    else:
-        text = str(error)
     if _lacks_memory(error):
-        text = f"not enough memory: lower the sizes ({text})" if text else "not enough memory"
-    return " ".join(str(text).split())
+        text = f"not enough memory: lower the sizes ({text})"
+    return " ".join(text.split())

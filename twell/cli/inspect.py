@@ -79,7 +79,6 @@ def command(
     name = Path(what).stem if traced else results.model_name(what)
     out = out or BUILD / "inspect" / f"{name}.html"
     prepare_out(out, ".html")
-    _check_models(model if traced else what, compare, aggregate)
 
     from twell import inspector
 
@@ -93,27 +92,3 @@ def command(
         tokens = f"{side.trace.num_tokens} tokens{cut}"
         print(f"{side.name}: {tokens}, {active:.3g} of {side.shape[1]} neurons active a layer")
     print(f"{out}: {out.stat().st_size} bytes")
-
-
-def _check_models(model: str | None, compare: str | None, aggregate: Path | None) -> None:
-    """Refuse models without tokenizer and statistics of another model before weights load."""
-    from twell.models import load_empty, sparse_ffns
-    from twell.models.loading import TOKENIZER
-    from twell.trace import Aggregate
-
-    for name in filter(None, (model, compare)):
-        if name.endswith(".npz"):
-            continue
-        folder, empty = load_empty(name)
-        if not any((folder / file).is_file() for file in TOKENIZER):
-            raise ValueError(f"{name} has no tokenizer; put tokenizer.json beside the model")
-        if name == model and aggregate is not None:
-            counted = Aggregate.load(aggregate).value_sum.shape
-            ffns = sparse_ffns(empty)
-            shape = len(ffns), ffns[0].intermediate_size
-            if counted != shape:
-                raise ValueError(
-                    f"{name}: the model has {shape[0]} layers of {shape[1]} neurons, the aggregate "
-                    f"{counted[0]} of {counted[1]}; they have to be of the "
-                    "same model"
-                )

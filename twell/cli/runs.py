@@ -12,19 +12,11 @@ from twell.cli.common import OUTPUT, RUNS, option
 EXAMPLE = "twell runs data/runs --pattern '85m-50m-*'"
 BEGIN = "<!-- runs: python -m twell runs data/runs --out data/README.md -->"
 END = "<!-- end of runs -->"
-HEADINGS = {
-    "run": "---",
-    "parameters": "---:",
-    "tokens": "---:",
-    "L1": "---:",
-    "seed": "---:",
-    "validation (nats)": "---:",
-    "active": "---:",
-    "dead": "---:",
-    "tokens/s": "---:",
-    "device": "---",
-    "weights": "---",
-}
+COLUMNS = (
+    *("run", "parameters", "tokens", "L1", "seed", "validation (nats)", "active", "dead"),
+    *("tokens/s", "device", "weights"),
+)
+TEXT = "run", "device", "weights"  # aligned left
 
 
 def command(
@@ -44,8 +36,8 @@ def command(
 
     runs, log = results.load_runs(folder, pattern)
     paths = dict(zip(runs["run"], runs["path"], strict=True))
-    lines = ["|".join(["", *(f" {name} " for name in HEADINGS), ""])]
-    lines.append("|".join(["", *HEADINGS.values(), ""]))
+    rule = ["---" if name in TEXT else "---:" for name in COLUMNS]
+    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(rule)}|"]
     for run in analysis.list_runs(runs, log).itertuples():
         cells = [
             f"`{run.run}`" + ("" if run.complete else " (not complete)"),
