@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.factories.models import (
-    DOWN,
     INDEX,
     VOCAB,
     assert_same,
@@ -56,9 +55,11 @@ def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, s
 @pytest.mark.parametrize(
     ("field", "layout", "gated", "shards"),
     [
-        *((True, "llama", gated, shards) for gated in (True, False) for shards in (1, 3)),
-        *((field, "own", True, 1) for field in (True, False)),
-        *((field, "llama", False, 1) for field in (False, None)),
+        (True, "llama", True, 3),
+        (True, "llama", False, 1),
+        (True, "own", True, 1),
+        (False, "own", True, 1),
+        (None, "llama", False, 1),
     ],
 )
 def test_down_is_read_transposed_by_the_hybrid_field_alone(
@@ -74,31 +75,6 @@ def test_down_is_read_transposed_by_the_hybrid_field_alone(
     assert_same(load(tmp_path / "again")[0].state_dict(), model.state_dict())
 
 
-HYBRID = "sparsity_use_hybrid_kernel in config.json is"
-TRUE = rf"expected \(84, 32\), since {HYBRID} true"
-FALSE = rf"expected \(32, 84\), since {HYBRID} not true; if the file is right, set it to true"
-
-
-@pytest.mark.parametrize(
-    ("field", "shape", "message"),
-    [
-        (True, (32, 84), rf"{TRUE}; if the file is right, set it to false"),
-        (True, (83, 32), rf"{TRUE}$"),
-        (False, (84, 32), FALSE),
-        (None, (84, 32), FALSE),
-        (False, (83, 32), r"expected \(32, 84\)$"),
-    ],
-)
-def test_a_down_projection_that_contradicts_the_field_is_refused(tmp_path, field, shape, message):
-    published(tmp_path, "llama", **({} if field is None else {HYBRID.split()[0]: field}))
-    if field:
-        change_tensors(transpose_down)(tmp_path)
-    change_tensors({f"model.layers.1{DOWN}": torch.ones(shape, dtype=BF16)})(tmp_path)
-    place = rf"layers\.1\.mlp\.down_proj\.weight has shape \({shape[0]}, {shape[1]}\)"
-    with pytest.raises(ValueError, match=f"{place}; {message}"):
-        load(tmp_path)
-
-
 def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
     expected = stock("llama", rms_norm_eps=3e-6)
     expected.save_pretrained(tmp_path)
@@ -106,8 +82,7 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
     model = load(tmp_path, backend="reference", dtype=FP64)[0]
     torch.testing.assert_close(model(input_ids=x).logits, expected.double()(input_ids=x).logits)
     stock("llama", "silu").save_pretrained(tmp_path)
-    message = r"activation 'silu'; load it with transformers and use twell\.sparsify"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="activation 'silu'"):
         load(tmp_path)
     published(tmp_path, "llama", tied=False)
     change_config(tie_word_embeddings=..., rms_norm_eps=...)(tmp_path)
@@ -141,16 +116,15 @@ def test_of_one_file_and_shards_the_one_of_transformers_is_read(tmp_path):
     assert_read(first)
 
 
-@pytest.mark.parametrize("part", ["model", "tokenizer"])
-def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, part):
-    model, tokenizer = load(tiny_run)
-    # The errors of the two libraries on a full disk.
-    kind, target = {"model": (SafetensorError, model), "tokenizer": (Exception, tokenizer)}[part]
+@pytest.mark.parametrize("kind", [SafetensorError, Exception])
+def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, kind):
+    """On a full disk safetensors raises an error of its own, and tokenizers a plain Exception."""
 
     def full(*_, **__):
         raise kind("No space left on device")
 
-    monkeypatch.setattr(target, "save_pretrained", full)
+    model, tokenizer = load(tiny_run)
+    monkeypatch.setattr(model, "save_pretrained", full)
     with pytest.raises(OSError, match=r"out could not be written: No space left on device"):
         save(model, tokenizer, tmp_path / "out")
 
@@ -181,9 +155,7 @@ def mixed(folder, types, named=None, field="dtype"):
         ((BF16, FP32), None, "dtype", FP32),
         ((FP16, BF16), None, "dtype", FP32),  # neither holds the other
         ((FP64, BF16, FP32), None, "dtype", FP64),
-        ((FP16, FP16), None, "dtype", FP16),
         ((BF16, FP32), "float32", "torch_dtype", FP32),
-        ((BF16, BF16), "float32", "dtype", FP32),
         ((FP32, BF16), "torch.float64", "torch_dtype", FP64),
         ((FP16, BF16), "auto", "torch_dtype", FP32),
     ],
@@ -205,23 +177,14 @@ def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, field, 
         assert again.config.dtype == expected
 
 
-@pytest.mark.parametrize(
-    ("types", "named", "message"),
-    [
-        ((BF16, FP32), BF16, r"float32 and .*bfloat16; dtype=torch\.float32"),
-        ((FP16, BF16), BF16, r"float16 and .*bfloat16; dtype=torch\.float32"),
-        ((BF16, FP32), FP16, r".*, torch\.float16; dtype=torch\.float32"),
-        ((FP32, FP64), FP32, r"float64 and .*float32; dtype=torch\.float64"),
-    ],
-)
-def test_a_configured_type_that_rounds_warns(tmp_path, types, named, message):
+@pytest.mark.parametrize(("types", "named"), [((BF16, FP32), BF16), ((FP32, FP64), FP32)])
+def test_a_configured_type_that_rounds_warns(tmp_path, types, named):
     stored = mixed(tmp_path, types, str(named).removeprefix("torch."))
-    message = rf"the tensor model\.\S+ is stored as torch\.{message} keeps"
-    with pytest.warns(UserWarning, match=message) as caught:
+    widest = torch.promote_types(*types)
+    with pytest.warns(UserWarning, match=rf"{widest} .*{named}; dtype={widest}") as caught:
         model, _ = load(tmp_path)
     assert len(caught) == 1 and caught[0].filename == __file__
     assert all(p.dtype == named for p in model.parameters())
-    widest = torch.promote_types(*types)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a type that the caller names rounds without a warning
         load(tmp_path, dtype=BF16)
@@ -251,12 +214,8 @@ def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monke
         with pytest.warns(UserWarning, match="has times of 'a device', and this is 'another'"):
             load(tmp_path, backend="auto")
     calibration(gated=False).save(path)
-    with pytest.raises(ValueError, match=r"gated=False; this layer has .*gated=True"):
+    with pytest.raises(ValueError, match="gated=False"):
         load(tmp_path, backend="auto")
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"calibration\.json is no calibration: it is not JSON"):
-        load(tmp_path, backend="auto")
-    load(tmp_path)
     path.unlink()
     assert all(ffn.plan == default for ffn in load(tmp_path, backend="auto")[0].ffns)
 
@@ -304,8 +263,6 @@ def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path):
 
 # --- damage: of our own checkpoint with its tokenizer, of the paper's with its names
 
-CONFIG, NO_MODEL = r"config\.json", r"config\.json describes no model: "
-NO_MAP, ONE_OF = r"index\.json has no weight_map with a file", "expected one of bfloat16"
 NORM, GATE = "model.norm.weight", "model.layers.0.mlp.gate_weight"
 UP = "model.layers.1.mlp.up_weight"
 
@@ -323,74 +280,50 @@ def twice(tensors):
     tensors[GATE] = weight.t().contiguous()
 
 
-def rope(kind, theta):
-    return change_config(rope_parameters={"rope_type": kind, "rope_theta": theta})
-
-
 def norm(tensor):
     return change_tensors({NORM: tensor})
 
 
 OURS = [
-    (write("config.json", "[1]"), rf"{CONFIG} holds a list, expected a JSON object"),
-    (change_config(hidden_size=...), rf"{CONFIG} has no hidden_size; put back the file"),
-    (change_config(hidden_size="wide"), rf"{NO_MODEL}.*'hidden_size'.*wide"),
-    (change_config(num_attention_heads=0), rf"{NO_MODEL}ZeroDivisionError"),
-    (change_config(hidden_act="gelu2"), rf"{NO_MODEL}activation 'gelu2' is unknown; use one"),
-    (change_config(model_type="gpt2"), "GPT2LMHeadModel has no feed-forward layer that"),
-    (rope("spiral", 1e4), rf"{NO_MODEL}rope_type is 'spiral'; use one of default, .*linear"),
-    (rope("default", -1.0), rf"{NO_MODEL}rope_theta is -1\.0; .* a finite number above 0"),
-    (index("{"), r"model\.safetensors\.index\.json is not JSON: .*; put back the file"),
-    (index("[]"), r"index\.json holds a list, expected a JSON object"),
-    (index("{}"), NO_MAP),
-    (index('{"weight_map": ["a"]}'), NO_MAP),
-    (index('{"weight_map": {"a": 3}}'), NO_MAP),
-    (write("model.safetensors", "x"), r"model\.safetensors is damaged or cut short: .*; put back"),
-    (write("tokenizer.json", '{"version'), r"tokenizer\.json is not JSON: .*; put back"),
-    (write("tokenizer.json", "{}"), r"tokenizer\.json and tokenizer_config\.json make no tok"),
-    (write("tokenizer_config.json", "{"), r"tokenizer_config\.json is not JSON"),
-    (
-        change_tensors(twice),
-        r"gate_proj\.weight and \S*gate_weight would be one weight twice; take",
-    ),
-    (norm(torch.full((32,), torch.nan)), r"the tensor model\.norm\.weight has NaN or infinite va"),
+    (write("config.json", "[1]"), r"config\.json holds a list"),
+    (change_config(hidden_size=...), r"config\.json has no hidden_size"),
+    (change_config(hidden_size="wide"), "wide"),
+    (change_config(hidden_act="gelu2"), "'gelu2' is unknown"),
+    (change_config(model_type="gpt2"), "GPT2LMHeadModel"),
+    (change_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}), "spiral"),
+    (index("{"), r"index\.json is not JSON"),
+    (index("{}"), r"index\.json has no weight_map"),
+    (index('{"weight_map": ["a"]}'), r"index\.json has no weight_map"),
+    (write("model.safetensors", "x"), r"model\.safetensors is damaged or cut short"),
+    (write("tokenizer.json", "{}"), r"tokenizer\.json"),
+    (write("tokenizer_config.json", "{"), r"tokenizer_config\.json"),
+    (change_tensors(twice), r"gate_proj\.weight and \S*gate_weight would be one weight twice"),
     (norm(torch.full((32,), torch.inf)), r"model\.norm\.weight has NaN or infinite"),
 ]
 PAPER = [
-    (change_config(torch_dtype="int8"), rf"{CONFIG}: dtype is 'int8'; {ONE_OF}, float16, float32"),
-    (change_config(torch_dtype="nonsense"), rf"{CONFIG}: dtype is 'nonsense'; {ONE_OF}"),
-    (change_config(torch_dtype={"text": "bfloat16"}), rf"{CONFIG}: dtype is .*; {ONE_OF}"),
-    (change_config(sparsity_use_hybrid_kernel="false"), "_kernel is .*; expected true or false"),
-    (change_config(sparsity_use_hybrid_kernel=[True]), "_kernel is .*; expected true or false"),
-    (change_config(sparsity_gated_mlp="false"), rf"{NO_MODEL}gated_mlp is 'false'; expected true"),
-    (change_config(sparsity_gated_mlp=None), rf"{NO_MODEL}gated_mlp is None; expected true"),
-    (change_config(sparsity_l1_coeff="much"), rf"{NO_MODEL}l1_coefficient is 'much'; .* number, 0"),
-    (change_config(sparsity_l1_coeff=math.inf), rf"{NO_MODEL}l1_coefficient is inf; .* finite"),
-    (change_config(sparsity_new_intermediate_size=None, intermediate_size=None), NO_MODEL),
-    (change_config(hidden_size="32"), f"{NO_MODEL}.*'hidden_size' expected int, got str"),
-    (change_config(tie_word_embeddings="yes"), f"{NO_MODEL}.*'tie_word_embeddings' expected bool"),
-    (change_config(rope_theta="abc"), f"{NO_MODEL}.*TypeError"),
-    (change_config(rope_scaling={"type": "foo", "factor": 2.0}), f"{NO_MODEL}.*foo"),
-    (change_config(quantization_config={"load_in_8bit": True}), "has a quantization_config"),
-    (change_tensors(lambda tensors: tensors.pop(UP)), r"mlp\.up_proj\.weight is missing, expected"),
+    (change_config(torch_dtype="int8"), "dtype is 'int8'; expected one of bfloat16"),
+    (change_config(sparsity_use_hybrid_kernel="false"), "_kernel is 'false'"),
+    (change_config(sparsity_gated_mlp="false"), "gated_mlp is 'false'"),
+    (change_config(sparsity_l1_coeff=math.inf), "l1_coefficient is inf"),
+    (change_config(tie_word_embeddings="yes"), "'tie_word_embeddings' expected bool"),
+    (change_config(quantization_config={"load_in_8bit": True}), "load_in_8bit"),
+    (change_tensors(lambda tensors: tensors.pop(UP)), r"mlp\.up_proj\.weight is missing"),
     (norm(torch.ones(33)), r"model\.norm\.weight has shape \(33,\); expected \(32,\)"),
-    (change_tensors({GATE: torch.ones(84, 32)}), r"gate_proj\.weight has shape \(32, 84\); exp"),
-    (change_tensors({GATE: torch.ones(84)}), r"gate_weight has shape \(84,\); expected a matrix"),
+    (change_tensors({GATE: torch.ones(84, 32)}), r"gate_proj\.weight has shape \(32, 84\)"),
+    (change_tensors({GATE: torch.ones(84)}), r"gate_weight has shape \(84,\)"),
     (change_tensors({"model.extra": torch.ones(1)}), r"model\.extra is not part of the model"),
-    (change_tensors({"lm_head.weight": torch.ones(VOCAB, 32)}), r"lm_head\.weight differs from mo"),
-    (norm(torch.ones(32).to(torch.int8)), rf"model\.norm\.weight has type torch\.int8; {ONE_OF}"),
-    (norm(torch.ones(32).to(torch.float8_e4m3fn)), rf"torch\.float8_e4m3fn; {ONE_OF}"),
+    (change_tensors({"lm_head.weight": torch.ones(VOCAB, 32)}), r"lm_head\.weight differs from"),
+    (norm(torch.ones(32).to(torch.int8)), r"model\.norm\.weight has type torch\.int8"),
+    (norm(torch.ones(32).to(torch.float8_e4m3fn)), r"type torch\.float8_e4m3fn"),
     (write("generation_config.json", "{"), r"generation_config\.json is not JSON"),
-    (write("tokenizer.json", "{"), r"tokenizer\.json"),
-    (write("tokenizer_config.json", "{"), r"tokenizer_config\.json"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("ours", "change", "message"),
+    ("ours", "change", "names"),
     [*((True, *damage) for damage in OURS), *((False, *damage) for damage in PAPER)],
 )
-def test_damaged_checkpoints_are_named(tiny_run, tmp_path, ours, change, message):
+def test_damaged_checkpoints_are_named(tiny_run, tmp_path, ours, change, names):
     folder = tmp_path / "model"
     if ours:
         shutil.copytree(tiny_run / "model", folder)
@@ -398,24 +331,33 @@ def test_damaged_checkpoints_are_named(tiny_run, tmp_path, ours, change, message
         folder.mkdir()
         published(folder, "own")
     change(folder)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names):
         load(folder)
+
+
+@pytest.mark.parametrize("field", [True, False, None])
+def test_a_down_projection_that_contradicts_the_hybrid_field_is_refused(tmp_path, field):
+    published(tmp_path, "llama", sparsity_use_hybrid_kernel=field)
+    if not field:
+        change_tensors(transpose_down)(tmp_path)
+    message = r"down_proj\.weight has shape \(84, 32\); .*sparsity_use_hybrid_kernel in config"
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
 
 
 def test_missing_files_and_a_tensor_in_two_shards_are_refused(tmp_path):
     published(tmp_path, "llama", shards=3)
     file = tmp_path / "model-2.safetensors"
     save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
-    message = r"model-2\.safetensors: model\.embed_tokens\.weight would be one weight twice"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight would be one weight twice"):
         load(tmp_path)
-    with pytest.raises(ValueError, match="is a file; a model is a folder with config.json"):
+    with pytest.raises(ValueError, match=r"model-2\.safetensors is a file"):
         load(file)
     file.unlink()
-    with pytest.raises(FileNotFoundError, match=r"has no model-2\.safetensors, which holds"):
+    with pytest.raises(FileNotFoundError, match=r"has no model-2\.safetensors"):
         load(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"holds no model: it has no config\.json"):
+    with pytest.raises(FileNotFoundError, match=r"it has no config\.json"):
         load(tmp_path)
-    with pytest.raises(FileNotFoundError, match="it is no folder"):
+    with pytest.raises(FileNotFoundError, match="no/such/folder"):
         load(tmp_path / "no/such/folder")

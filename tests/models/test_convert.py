@@ -168,13 +168,13 @@ def test_feed_forward_modules_that_compute_something_else_are_refused():
             sparsify(model)
 
     mlp.__class__ = Other
-    refused(r"a feed-forward module is a .*Other, not a transformers.*LlamaMLP; sparsify before")
+    refused("is a .*Other, not a transformers.*LlamaMLP")
     mlp.__class__ = Other.__base__
     mlp.forward = lambda x: x
     refused("has a forward of its own, which SparseFFN would replace")
     del mlp.forward
     mlp.act_fn = torch.nn.SiLU()
-    refused(r"says 'relu', and a feed-forward module has SiLU\(\)")
+    refused(r"'relu', .* SiLU\(\)")
     assert not any(isinstance(layer.mlp, SparseFFN) for layer in model.model.layers)
 
 
@@ -182,8 +182,7 @@ def test_silu_needs_relufy():
     model = stock("llama", "silu")
     x = tokens(2, 12)
     before = model(input_ids=x).logits
-    message = "activation is 'silu', which makes nothing zero; .*relufy=True"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="'silu', .*relufy=True"):
         sparsify(model)
     assert torch.equal(model(input_ids=x).logits, before)
     with pytest.warns(UserWarning, match="'silu' became 'relu': the model needs training"):
@@ -201,5 +200,5 @@ def test_models_of_another_type_are_refused():
     with pytest.raises(ValueError, match="has no SparseFFN layer"):
         sparse_ffns(model)
     other = stock("gpt2", activation_function="relu", n_inner=84, hidden_size=32)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel has no .* it knows those of llama, "):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
         sparsify(other)

@@ -63,13 +63,13 @@ def test_other_layers_survive_saving(tmp_path, changes):
     assert again.config.hidden_act == again.ffns[0].activation == changes.get("hidden_act", "relu")
 
 
-def test_activations_that_do_not_fit_are_refused():
-    for changes, message in (
-        ({"hidden_act": "drelu", "gated_mlp": False}, "'drelu' needs a gate"),
-        ({"hidden_act": "gelu"}, "'gelu' is unknown; use one of relu, relu2, drelu, silu"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            make(**changes)
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [({"hidden_act": "drelu", "gated_mlp": False}, "'drelu'"), ({"hidden_act": "gelu"}, "'gelu'")],
+)
+def test_activations_that_do_not_fit_are_refused(changes, names):
+    with pytest.raises(ValueError, match=names):
+        make(**changes)
 
 
 def test_new_weights_have_the_configured_spread():
@@ -184,15 +184,14 @@ def test_silent_neurons_add_nothing_and_blocks_nest(backend, gated):
         # The inner blocks restored the outer ones.
         torch.testing.assert_close(model(input_ids=x).logits, expected)
     assert torch.equal(model(input_ids=x).logits, plain) and not torch.allclose(plain, expected)
-    for error, selection, message in (
-        (IndexError, ([3],), "layer 3 does not exist: the model has SparseFFN layers 0 to 2"),
-        (IndexError, (3, [0]), "layer 3 does not exist"),
-        (IndexError, (1, [84]), "neuron 84 does not exist: the layer has neurons 0 to 83"),
-        (IndexError, (1, [0, -1]), "neuron -1 does not exist"),
-        (ValueError, ([1], [0]), r"neurons belong to one layer, .*layers is \[1\]"),
-        (ValueError, (None, [0]), "neurons belong to one layer"),
+    for error, selection, names in (
+        (IndexError, ([3],), "layer 3 .*0 to 2"),
+        (IndexError, (1, [84]), "neuron 84 .*0 to 83"),
+        (IndexError, (1, [0, -1]), "neuron -1"),
+        (ValueError, ([1], [0]), r"one layer, .*\[1\]"),
+        (ValueError, (None, [0]), "one layer"),
     ):
-        with pytest.raises(error, match=message), silence(model, *selection):
+        with pytest.raises(error, match=names), silence(model, *selection):
             pass
         assert all(ffn.edit is None and not ffn.silenced for ffn in model.ffns)
 
@@ -223,12 +222,12 @@ def test_scaled_and_set_neurons_and_their_order(backend):
                 assert not torch.allclose(model(input_ids=x).logits, result)
     torch.testing.assert_close(result, by_hand(input_ids=x).logits)
     assert torch.equal(model(input_ids=x).logits, plain) and not torch.allclose(plain, result)
-    for options, message in (
-        ({}, "give scale or value, and not both; they are None and None"),
-        ({"scale": 1, "value": 2}, "give scale or value, and not both; they are 1 and 2"),
-        ({"scale": [1, 2, 3]}, r"2 neurons need one number or 2, not \[1, 2, 3\]"),
-        ({"value": float("nan")}, "scale and value have to be finite numbers; here is nan"),
+    for options, names in (
+        ({}, "None and None"),
+        ({"scale": 1, "value": 2}, "1 and 2"),
+        ({"scale": [1, 2, 3]}, r"\[1, 2, 3\]"),
+        ({"value": float("nan")}, "nan"),
     ):
-        with pytest.raises(ValueError, match=message), intervene(model, 1, [0, 1], **options):
+        with pytest.raises(ValueError, match=names), intervene(model, 1, [0, 1], **options):
             pass
         assert model.ffns[1].edit is None

@@ -124,7 +124,6 @@ def test_micro_batches_give_the_value_of_one_big_batch(lengths, parts):
         {},
         {"num_items_in_batch": torch.tensor(0), "num_tokens_in_batch": torch.tensor(0)},
         {"num_items_in_batch": 0, "num_tokens_in_batch": 0},
-        {"num_items_in_batch": 30},
         {"num_items_in_batch": torch.tensor(30), "num_tokens_in_batch": 40},
     ],
 )
@@ -274,8 +273,9 @@ def broken(model):
     layer.forward = torch.compiler.disable(layer.forward)
 
 
-@pytest.mark.parametrize("change", [None, broken, checkpointed])
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    ("whole", "change"), [(False, None), (True, None), (True, broken), (False, checkpointed)]
+)
 def test_compiled_layers_hand_on_the_same(whole, change):
     model, x = make().double(), tokens(2, 9)
     expected, gradient = step(model, input_ids=x, labels=x, use_cache=False)
@@ -480,14 +480,10 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
     assert counted(model) == [8 + 2 * 4] * 3  # the last token that is written is not read
 
 
-KINDS = r"expected None, \(2, 8 or more\) or \(2 or 1, heads or 1, 8 or 1, 8 or more\): the loss "
-
-
 @pytest.mark.parametrize(
     "mask",
     [
-        *(torch.ones(shape) for shape in ((2, 8, 8), (8,), (2, 7), (1, 8))),
-        *(torch.ones(shape) for shape in ((3, 1, 8, 8), (2, 1, 7, 8), (2, 1, 8, 7))),
+        *(torch.ones(shape) for shape in ((2, 8, 8), (2, 7), (1, 8), (3, 1, 8, 8), (2, 1, 8, 7))),
         {"full_attention": None},
     ],
 )
@@ -499,15 +495,14 @@ def test_an_unreadable_mask_is_refused_where_padding_counts(mask, monkeypatch):
         return forward(self, **kwargs)
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", spy)
-    given = "is a dict" if isinstance(mask, dict) else f"has shape {tuple(mask.shape)}"
-    message = f"attention_mask {re.escape(given)}; {KINDS}or the statistics have to know which tok"
+    names = "dict" if isinstance(mask, dict) else re.escape(str(tuple(mask.shape)))
     for training, recording, labels in (
         (False, False, x),
         (False, True, None),
         (True, False, None),
     ):
         model.train(training).recording = recording
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"attention_mask is .*{names}"):
             model(input_ids=x, attention_mask=mask, labels=labels)
     assert not seen
     model.eval()(input_ids=x, attention_mask=mask)

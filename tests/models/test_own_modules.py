@@ -149,94 +149,35 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
 
 
 @pytest.mark.parametrize(
-    ("make", "fields", "error", "message"),
+    ("make", "fields", "names"),
     [
-        (Squared, SQUARED | {"activation": "relu"}, ValueError, "of Squared describes something e"),
-        (of_prosparse, GATED | {"activation": "relu"}, ValueError, "of Gated describes something"),
-        (Gated, GATED | {"activation": "relu"}, ValueError, r"a relative error of \d.* on random"),
-        (
-            Gated,
-            SQUARED | {"activation": "relu"},
-            ValueError,
-            "names 'c_fc', which the module lack",
-        ),
-        (
-            Gated,
-            {"up": "w1", "down": "drop", "activation": "relu"},
-            ValueError,
-            "is a Dropout; exp",
-        ),
-        (
-            Gated,
-            {"up": "w1", "down": "w3", "activation": "relu"},
-            ValueError,
-            "features .*expected",
-        ),
-        (Squared, SQUARED, ValueError, "give either act, the attribute .*, or activation"),
-        (Squared, SQUARED | {"activation": "relu3"}, ValueError, "'relu3' is unknown; use one of"),
-        (Squared, SQUARED | {"activation": "drelu"}, ValueError, "'drelu' needs a gate"),
-        (
-            Squared,
-            SQUARED | {"activation": "relu", "inline": True},
-            ValueError,
-            "inline layer need",
-        ),
-        (Squared, {"activation": "relu"}, TypeError, "'up' and 'down'"),
-        (
-            lambda: Threshold(F.relu),
-            SQUARED | {"act": "act", "inline": True},
-            ValueError,
-            "act of a Threshold is no module; an inline layer needs one",
-        ),
-        (
-            lambda: Threshold(nn.GELU()),
-            SQUARED | {"act": "act"},
-            ValueError,
-            "GELU.* none of nn.Re",
-        ),
-        (lambda: Threshold(nn.ReLU6()), SQUARED | {"act": "act"}, ValueError, "say activation= in"),
-        (
-            lambda: Threshold(nn.ReLU()),
-            SQUARED | {"act": "act", "gate": "c_fc", "inline": True},
-            ValueError,
-            "cannot have a gate",
-        ),
-        (
-            lambda: Also(nn.Parameter(torch.ones(32))),
-            RELU,
-            ValueError,
-            r"has rest of shape \(32,\)",
-        ),
-        (
-            lambda: Also(nn.Dropout(0.4)),
-            RELU,
-            ValueError,
-            "rest of a Also drops values at a rate of 0",
-        ),
-        (lambda: Also(nn.Dropout(0.4)), RELU | {"dropout": "rest"}, ValueError, "while training"),
-        (lambda: Also(nn.LayerNorm(32)), RELU, ValueError, "has rest.weight of shape"),
-        (
-            lambda: Also(0.5),
-            RELU | {"dropout": "rest"},
-            ValueError,
-            "rest of a Also is 0.5; expected",
-        ),
-        (lambda: Also(lambda y: (y, None)), RELU, ValueError, "a Also returns a tuple for"),
-        (lambda: Also(lambda y: y.view(3, 11)), RELU, ValueError, "a Also cannot compute"),
-        (lambda: Zero(Squared()), RELU, ValueError, "of Zero describes something else"),
-        (lambda: Fine(0.01), RELU, ValueError, "of Fine describes something else"),
-        (Own, RELU, ValueError, "of Own describes something else"),
-        (
-            lambda: Own(0.4),
-            SQUARED | {"activation": "relu2"},
-            ValueError,
-            "while training; only an nn.Dropout of h may",
-        ),
+        (of_prosparse, GATED | {"activation": "relu"}, "Gated describes something else"),
+        (Gated, GATED | {"activation": "relu"}, "Gated describes something else"),
+        (Gated, SQUARED | {"activation": "relu"}, "'c_fc'"),
+        (Gated, {"up": "w1", "down": "drop", "activation": "relu"}, "Dropout"),
+        (Gated, {"up": "w1", "down": "w3", "activation": "relu"}, "features"),
+        (Squared, SQUARED, "act, .* or activation"),
+        (Squared, SQUARED | {"activation": "relu3"}, "'relu3'"),
+        (Squared, SQUARED | {"activation": "drelu"}, "'drelu'"),
+        (Squared, SQUARED | {"activation": "relu", "inline": True}, "inline"),
+        (lambda: Threshold(F.relu), SQUARED | {"act": "act", "inline": True}, "act of a Threshold"),
+        (lambda: Threshold(nn.GELU()), SQUARED | {"act": "act"}, "GELU"),
+        (lambda: Also(nn.Parameter(torch.ones(32))), RELU, r"has rest of shape \(32,\)"),
+        (lambda: Also(nn.LayerNorm(32)), RELU, r"has rest\.weight of shape"),
+        (lambda: Also(nn.Dropout(0.4)), RELU, "while training"),
+        (lambda: Also(nn.Dropout(0.4)), RELU | {"dropout": "rest"}, "while training"),
+        (lambda: Also(0.5), RELU | {"dropout": "rest"}, "rest of a Also is 0.5"),
+        (lambda: Also(lambda y: (y, None)), RELU, "returns tuple"),
+        (lambda: Also(lambda y: y.view(3, 11)), RELU, "cannot compute"),
+        (lambda: Zero(Squared()), RELU, "Zero describes something else"),
+        (lambda: Fine(0.01), RELU, "Fine describes something else"),
+        (Own, RELU, "Own describes something else"),
+        (lambda: Own(0.4), SQUARED | {"activation": "relu2"}, "while training"),
     ],
 )
-def test_adapters_that_do_not_fit_are_refused(make, fields, error, message):
+def test_adapters_that_do_not_fit_are_refused(make, fields, names):
     model = nn.Sequential(Block(make()))
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=names):
         register_adapter(type(model[0].mlp), **fields)
         sparsify(model)
     assert not any(isinstance(module, SparseFFN) for module in model.modules())
@@ -325,5 +266,7 @@ def test_a_module_in_several_places_is_one_layer():
 
 def test_the_layer_itself_cannot_be_replaced():
     register_adapter(Squared, **SQUARED, activation="relu2")
-    with pytest.raises(ValueError, match="Squared is itself the layer to replace; give a module"):
+    with pytest.raises(ValueError, match="Squared is itself the layer to replace"):
         sparsify(Squared())
+    with pytest.raises(TypeError, match="'up' and 'down'"):
+        register_adapter(Squared, activation="relu")

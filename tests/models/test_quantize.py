@@ -12,6 +12,7 @@ from tests.factories.models import assert_same, change_config, make, stock, toke
 from twell.sparse.float8 import FLOAT8, Float8Linear
 
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
+GATE, NORM = SCALE.removesuffix("_scale"), "model.norm.weight"
 
 
 def in_bf16(model):
@@ -50,7 +51,7 @@ def test_a_saved_model_is_loaded_with_its_bits(saved, tmp_path):
         assert again[name].dtype == tensor.dtype
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
     assert again[SCALE].dtype == torch.float32
-    assert again[SCALE.removesuffix("_scale")].dtype == FLOAT8
+    assert again[GATE].dtype == FLOAT8
     twell_config = json.loads((folder / "config.json").read_text())
     assert twell_config["quantization_config"]["quant_method"] == "twell_float8"
     with pytest.warns(UserWarning, match="not kept in bf16"):
@@ -100,47 +101,38 @@ def test_a_sparsified_model_keeps_its_weights_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    ("change", "names"),
     [
-        (lambda t: t.pop(SCALE), r"gate_proj.weight_scale is missing, expected with shape \(84,\)"),
+        (lambda t: t.pop(SCALE), "gate_proj.weight_scale is missing"),
+        (lambda t: t.update({SCALE: torch.ones(83)}), r"gate_proj.weight_scale has shape \(83,\)"),
+        (lambda t: t.update({GATE: torch.ones(84, 32)}), "gate_proj.weight has type torch.float32"),
+        (lambda t: t[GATE].view(torch.uint8).fill_(0x7F), "gate_proj.weight has NaN or infinite"),
         (
-            lambda t: t.update({SCALE: torch.ones(83)}),
-            r"gate_proj.weight_scale has shape \(83,\); expected \(84,\)",
-        ),
-        (
-            lambda t: t.update({SCALE.removesuffix("_scale"): torch.ones(84, 32)}),
-            "gate_proj.weight has type torch.float32; expected float8_e4m3fn",
-        ),
-        (
-            lambda t: t[SCALE.removesuffix("_scale")].view(torch.uint8).fill_(0x7F),
-            "gate_proj.weight has NaN or infinite values",
-        ),
-        (
-            lambda t: t.update({"model.norm.weight": torch.ones(32).to(FLOAT8)}),
-            "model.norm.weight has type torch.float8_e4m3fn; expected one of",
+            lambda t: t.update({NORM: torch.ones(32).to(FLOAT8)}),
+            "norm.weight has type torch.float8",
         ),
     ],
 )
-def test_damaged_weights_are_named(saved, change, message):
+def test_damaged_weights_are_named(saved, change, names):
     _, folder = saved
     file = folder / "model.safetensors"
     tensors = load_file(file)
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=names):
         twell.load(folder)
 
 
 def test_other_ways_to_load_are_refused(saved, tmp_path):
     model, folder = saved
-    with pytest.raises(ValueError, match="FP8 weights; twell.dequantize_ puts bf16 back first"):
+    with pytest.raises(ValueError, match="FP8 weights"):
         twell.densify(twell_sparsified())
     twell.dequantize_(model.ffns[0])
-    with pytest.raises(ValueError, match="some layers are in FP8 and others not"):
+    with pytest.raises(ValueError, match="some layers are in FP8"):
         model.save_pretrained(tmp_path / "mixed")
-    with pytest.raises(ValueError, match="is of FP8 weights; load them with from_pretrained"):
+    with pytest.raises(ValueError, match="is of FP8 weights"):
         AutoModelForCausalLM.from_config(model.config)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no SparseFFN layer"):
         LlamaForCausalLM.from_pretrained(folder)  # it would take FP8 values for the weights
-    with pytest.raises(ValueError, match="dtype is torch.float32, and .* has FP8 weights"):
+    with pytest.raises(ValueError, match="torch.float32"):
         twell.load(folder, dtype=torch.float32)

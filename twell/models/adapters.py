@@ -9,8 +9,7 @@ by which savers, loaders, optimizers, peft and Accelerate find them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -41,8 +40,8 @@ class Adapter:
         and `threshold` say what it computes (twell/sparse/activations.py).
     dropout: the nn.Dropout between h and the down projection, if any.
     inline: whether the module computes more than this layer, as OPT's decoder layer does. Its
-        forward then finds the SparseFFN as `up`, and identities as `act` and `down`, so nothing
-        else may stand between the two projections.
+        forward then gets a stand-in for the module, with the SparseFFN as `up` and identities as
+        `act` and `down`. So nothing else may stand between the two projections.
     config: the field of the model's configuration that names the activation.
     norm: the model's last norm, seen from its `base_model`; for the words of the inspector.
 
@@ -208,10 +207,8 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     """
     module, adapter, kind = site.module, site.adapter, type(site.module).__name__
     # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
-    own = "forward" in module.__dict__ and "_hf_hook" not in module.__dict__
-    if own:
-        problem = f"a feed-forward module, a {_name(type(module))}, has a forward of its own"
-        raise ValueError(f"{problem}, which SparseFFN would replace")
+    if "forward" in vars(module) and "_hf_hook" not in vars(module):
+        raise ValueError(f"a {kind} has a forward of its own, which SparseFFN would replace")
     for name in (*adapter.projections, adapter.act, adapter.dropout):
         if name is not None and not hasattr(module, name):
             raise ValueError(f"the adapter of {kind} names {name!r}, which the module lacks")
@@ -219,28 +216,64 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     if not isinstance(drop, nn.Dropout | None):
         raise ValueError(f"{adapter.dropout} of a {kind} is {drop}; expected an nn.Dropout")
     if adapter.inline and not isinstance(site.act, nn.Module):
-        raise ValueError(f"{adapter.act} of a {kind} is no module; an inline layer needs one")
+        raise ValueError(f"{adapter.act} of a {kind} is {site.act}; expected a module")
     for name in (adapter.act, adapter.dropout):
         if any(getattr(getattr(module, name or "", None), hooks, None) for hooks in CALLED_WITH):
             raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")
-    _check_shapes(site)
-    _check_rest(site)
-    in_config, known = getattr(config, adapter.config or "", None), site.activation
+    _check_projections(site)
+    return _check_activation(site, config, relufy)
+
+
+def _check_projections(site: Site) -> None:
+    """Refuse projections that do not fit together, and weights or dropout beside them."""
+    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
+    parts = {name: getattr(module, name) for name in adapter.projections if name is not None}
+    for name, part in parts.items():
+        if not hasattr(part, "out_features"):
+            raise ValueError(f"{name} of a {kind} is a {type(part).__name__}; expected nn.Linear")
+    shapes = {name: _shape(part) for name, part in parts.items()}
+    size = shapes[adapter.up]
+    expected = {name: size[::-1] if name == adapter.down else size for name in parts}
+    if shapes != expected:
+        raise ValueError(
+            f"the projections of a {kind} have (out, in) features {shapes}; expected {expected}"
+        )
+    dtypes = {str(part.weight.dtype) for part in parts.values() if is_plain(part)}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"the projections of a {kind} have the types {' and '.join(sorted(dtypes))}; load the "
+            "model in one, such as dtype=torch.bfloat16"
+        )
+    if adapter.inline:
+        if getattr(module, "activation_dropout", 0):
+            raise ValueError(
+                f"a {kind} has activation_dropout={module.activation_dropout}, which SparseFFN "
+                "drops; set 0"
+            )
+        return
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name.partition(".")[0] not in parts:
+            raise ValueError(
+                f"a {kind} has {name} of shape {tuple(tensor.shape)} beside its projections, which "
+                "SparseFFN does not compute with"
+            )
+
+
+def _check_activation(site: Site, config: Any, relufy: bool) -> str | None:
+    """Refuse an activation without zeros; with `relufy` return its name."""
+    adapter, kind, known = site.adapter, type(site.module).__name__, site.activation
+    in_config = getattr(config, adapter.config or "", None)
     if in_config in ACTIVATIONS and (known.name if known else "silu") != in_config:
-        problem = f"the configuration says {in_config!r}, and a feed-forward module has {site.act}"
-        raise ValueError(f"{problem}; make them agree")
+        raise ValueError(
+            f"the configuration says {in_config!r}, and a {kind} has {site.act}; make them agree"
+        )
     if known is not None:
         return None
     name = in_config or adapter.activation or type(site.act).__name__
-    if not relufy and in_config is None and adapter.act is not None:
-        sparse = " or ".join(repr(name) for name in ACTIVATIONS if ACTIVATIONS[name].sparse)
-        raise ValueError(
-            f"{adapter.act} of a {kind} is {site.act}, which is none of {KNOWN_NAMES}. Where it "
-            f"computes {sparse}, say activation= in place of act=; else nothing is zero to skip"
-        )
     if not relufy:
         raise ValueError(
-            f"the model's activation is {name!r}, which makes nothing zero; "
+            f"the activation of a {kind} is {name!r}, which makes nothing zero as far as twell "
+            f"knows; {KNOWN_NAMES} do. An adapter may say activation= in place of act=. "
             "twell.sparsify(model, relufy=True) exchanges it for ReLU, after which the model needs "
             "training"
         )
@@ -250,56 +283,6 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
             f"finds no activation; exchange the {name!r} of the modules yourself"
         )
     return name
-
-
-def _check_rest(site: Site) -> None:
-    """Refuse what SparseFFN would leave out: other weights, and dropout of anything but h."""
-    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
-    if adapter.inline:
-        if getattr(module, "activation_dropout", 0):
-            rate = module.activation_dropout
-            raise ValueError(
-                f"a {kind} has activation_dropout={rate}, which SparseFFN drops; set 0"
-            )
-        return
-    own = [name for name in adapter.projections if name is not None]
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name.partition(".")[0] not in own:
-            raise ValueError(
-                f"a {kind} has {name} of shape {tuple(tensor.shape)} beside its projections, which "
-                "SparseFFN does not compute with"
-            )
-    for name, child in module.named_modules():
-        drops = isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0
-        if drops and name.partition(".")[0] not in (*own, adapter.dropout):
-            raise ValueError(
-                f"{name} of a {kind} drops values at a rate of {child.p}; SparseFFN drops those of "
-                "h alone (dropout= in the adapter). Set its p to 0"
-            )
-
-
-def _check_shapes(site: Site) -> None:
-    """Refuse projections that do not fit together."""
-    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
-    parts = [name for name in adapter.projections if name is not None]
-    for name in parts:
-        if not hasattr(getattr(module, name), "out_features"):
-            given = type(getattr(module, name)).__name__
-            raise ValueError(f"{name} of a {kind} is a {given}; expected an nn.Linear")
-    shapes = {name: _shape(getattr(module, name)) for name in parts}
-    size = shapes[adapter.up]
-    expected = {name: size[::-1] if name == adapter.down else size for name in parts}
-    if shapes != expected:
-        raise ValueError(
-            f"the projections of a {kind} have (out, in) features {shapes}; expected {expected}"
-        )
-    plain = [getattr(module, name).weight for name in parts if is_plain(getattr(module, name))]
-    dtypes = {str(weight.dtype) for weight in plain}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"the projections of a {kind} have the types {' and '.join(sorted(dtypes))}; load the "
-            "model in one, such as dtype=torch.bfloat16"
-        )
 
 
 def _shape(part: nn.Module) -> tuple[int, int]:
@@ -359,8 +342,25 @@ class OwnedFFN(SparseFFN):
         return super().train(mode)
 
 
-# The inline module whose forward runs in this thread.
-_INSIDE: ContextVar[nn.Module | None] = ContextVar("twell_inside", default=None)
+class _Inside:
+    """An inline module as its own forward sees it.
+
+    It has the SparseFFN as `up`, and identities as `act` and `down`.
+    """
+
+    forward = None  # transformers' checkpointing compares it with the forward that runs
+
+    def __init__(self, module: nn.Module, adapter: Adapter):
+        self._module = module
+        for name in (adapter.act, adapter.down):
+            setattr(self, name, _same)
+        setattr(self, adapter.up, module._modules[SLOT])
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if isinstance(value, MethodType) and value.__self__ is self._module:
+            return MethodType(value.__func__, self)
+        return value
 
 
 @functools.cache
@@ -371,24 +371,14 @@ def _sparse_class(kind: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
         ffn = self._modules[SLOT]
         if ffn.owner is not self:  # in a replica of nn.DataParallel
             vars(ffn)["owner"] = self
-        if not adapter.inline:
-            return ffn(*args, **kwargs)
-        if torch.compiler.is_compiling():  # which traces no context variables
-            return kind.forward(self, *args, **kwargs)
-        token = _INSIDE.set(self)
-        try:
-            return kind.forward(self, *args, **kwargs)
-        finally:
-            _INSIDE.reset(token)
+        if adapter.inline:
+            return kind.forward(_Inside(self, adapter), *args, **kwargs)
+        return ffn(*args, **kwargs)
 
     def reduce(self: nn.Module, protocol: int) -> tuple:
         return _new_sparse, (kind, adapter), vars(self)
 
     fields = {"forward": forward, "__reduce_ex__": reduce, "_dense_class": kind}
-    if adapter.inline:
-        fields[adapter.up] = _found_inside(adapter.up, lambda module: module._modules[SLOT])
-        for name in (adapter.act, adapter.down):
-            fields[name] = _found_inside(name, lambda module: _same)
     about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind)(kind.__name__, (kind,), fields | about)
 
@@ -396,17 +386,6 @@ def _sparse_class(kind: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
 def _new_sparse(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
     """Return an empty module of a class that cannot be imported, for copies and pickles."""
     return object.__new__(_sparse_class(kind, adapter))
-
-
-def _found_inside(name: str, inside: Callable[[nn.Module], Any]) -> property:
-    """Return an attribute that is `inside(module)` for the module's own forward alone."""
-
-    def read(module: nn.Module) -> Any:
-        if torch.compiler.is_compiling() or _INSIDE.get() is module:
-            return inside(module)
-        return nn.Module.__getattr__(module, name)
-
-    return property(read)
 
 
 def _same(x: Any) -> Any:
@@ -430,28 +409,23 @@ def around(site: Site) -> SparseFFN:
 
     An unknown activation becomes ReLU: `check` has refused it, or reported it.
     """
-    module, adapter = site.module, site.adapter
-    act = site.activation or RELU
+    module, adapter, act = site.module, site.adapter, site.activation or RELU
     names = {ours: own for ours, own in zip(PARTS, adapter.projections, strict=True) if own}
     down, sizes = getattr(module, adapter.down), _shape(getattr(module, adapter.up))[::-1]
-    options = {
-        "activation": act.name,
-        "threshold": act.threshold,
-        "gated": adapter.gate is not None,
-    }
-    stride = down.weight.stride() if is_plain(down) else None
+    options = {"activation": act.name, "threshold": act.threshold, "gated": bool(adapter.gate)}
     if adapter.renamed:
         names |= {"h_dropout": adapter.dropout} if adapter.dropout else {}
         ffn = OwnedFFN(module, names, *sizes, **options)
-        ffn.replaced = Replaced(adapter, stride)
     else:
         ffn = SparseFFN(*sizes, device="meta", **options)
-        for part in (name for name in module._modules if name in names):
-            delattr(ffn, part)  # in the module's own order, by which optimizers know parameters
-            setattr(ffn, part, getattr(module, part))
+        # In the module's own order, by which optimizers know parameters
+        for name in (name for name in module._modules if name in names):
+            delattr(ffn, name)
+            setattr(ffn, name, getattr(module, name))
         if adapter.dropout is not None:
             ffn.h_dropout = getattr(module, adapter.dropout)
-        ffn.replaced = Replaced(adapter, stride, module)
+    stride = down.weight.stride() if is_plain(down) else None
+    ffn.replaced = Replaced(adapter, stride, None if adapter.renamed else module)
     ffn.training = module.training
     return ffn
 

@@ -1,14 +1,14 @@
 """Configuration and weights of a checkpoint: ours, a Llama's with ReLU, or the paper's.
 
-The paper has Llama's names, with down_proj transposed where its hybrid kernels trained, or names of
-its own, some of them transposed. Every error names the file, and the tensor.
+The paper's checkpoints have Llama's names, with down_proj transposed where its hybrid kernels
+trained; or they have names of their own, and store some tensors transposed. Every error names the
+file, and the tensor.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 
@@ -40,6 +39,7 @@ NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_
 PAPER_WEIGHT = re.compile(r"\.mlp\.((gate|up|down)_weight)$")
 PUT_BACK = "put back the file that came with the weights"
 PUT_BACK_COPY = "put back a whole copy"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def read_json(path: Path) -> dict:
@@ -64,12 +64,9 @@ def read_config(folder: Path) -> SparseLlamaConfig:
     """
     path = folder / "config.json"
     fields = read_json(path)
-    missing = [name for name in SIZES if name not in fields]
-    if missing:
+    if missing := [name for name in SIZES if name not in fields]:
         raise ValueError(f"{path} has no {', '.join(missing)}; {PUT_BACK}")
     kind = fields.pop("model_type", None)
-    if kind not in LLAMAS:
-        raise ValueError(f"{folder} holds a model of type {kind!r}; expected a Llama with ReLU")
     # The type has a newer and an older name.
     names = [fields.pop("dtype", None), fields.pop("torch_dtype", None)]
     names = [str(name).removeprefix("torch.") for name in names if name not in (None, "auto")]
@@ -77,17 +74,21 @@ def read_config(folder: Path) -> SparseLlamaConfig:
         raise ValueError(f"{path}: dtype is {names[0]!r}; expected one of {DTYPE_NAMES}")
     fields["dtype"] = names[0] if names else None
     if (quantization := fields.pop("quantization_config", None)) not in (None, QUANTIZATION):
-        problem = f"{path} has a quantization_config; such quantised weights cannot be read"
-        raise ValueError(f"{problem}, those of twell.quantize_ can")
+        raise ValueError(
+            f"{path} has the quantization_config {quantization}; twell reads FP8 weights of "
+            "twell.quantize_ only"
+        )
     if kind != SparseLlamaConfig.model_type:
         fields = _translated(folder, kind, fields)
     try:
-        config = _described(fields)
-        note_quantization(config, quantization)
-        return config
+        config = SparseLlamaConfig.from_dict(fields)
+        # The "dense" backend works on every machine.
+        empty_weights(SparseLlamaConfig.from_dict(fields | {"ffn_backend": "dense"}))
     except Exception as error:  # transformers raises a dozen kinds
-        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{path} describes no model: {' '.join(reason.split())}") from None
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path} describes no model: {reason}") from None
+    note_quantization(config, quantization)
+    return config
 
 
 def _translated(folder: Path, kind: str, fields: dict) -> dict:
@@ -113,22 +114,8 @@ def _translated(folder: Path, kind: str, fields: dict) -> dict:
     }
 
 
-def _described(fields: dict) -> SparseLlamaConfig:
-    """Return the configuration of these fields. Raises an error when no model can have it."""
-    config = SparseLlamaConfig.from_dict(fields)
-    rope = {"rope_type": "default", "rope_theta": 1e4} | (config.rope_parameters or {})
-    kind, theta = rope["rope_type"], rope["rope_theta"]
-    known = sorted({"default", *ROPE_INIT_FUNCTIONS})
-    if kind not in known:
-        raise ValueError(f"rope_type is {kind!r}; use one of {', '.join(known)}")
-    if not 0 < theta < math.inf:
-        raise ValueError(f"rope_theta is {theta}; it has to be a finite number above 0")
-    # "dense", since no other backend works on every machine
-    empty_weights(SparseLlamaConfig.from_dict(fields | {"ffn_backend": "dense"}))
-    return config
-
-
 def empty_weights(config: SparseLlamaConfig) -> dict[str, Tensor]:
+    """Return the state dictionary of a model on the meta device: names, shapes and types."""
     quantization = getattr(config, "quantization_config", None)
     config = copy.deepcopy(config)
     note_quantization(config, None)
@@ -153,26 +140,27 @@ def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
     tensors = _canonical(_read_tensors(folder, named), config, folder)
     expected = empty_weights(config)
     for name, tensor in tensors.items():
-        if name in expected and expected[name].dtype == FLOAT8:
-            if tensor.dtype != FLOAT8:
-                raise _wrong(folder, name, f"type {tensor.dtype}", "float8_e4m3fn")
-        elif tensor.dtype not in DTYPES:
-            raise _wrong(folder, name, f"type {tensor.dtype}", f"one of {DTYPE_NAMES}")
+        in_fp8 = name in expected and expected[name].dtype == FLOAT8
+        if tensor.dtype not in ((FLOAT8,) if in_fp8 else DTYPES):
+            types = FLOAT8 if in_fp8 else f"one of {DTYPE_NAMES}"
+            raise _wrong(folder, name, f"type {tensor.dtype}", types)
     if config.tie_word_embeddings:
-        expected.pop("lm_head.weight")
-        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        both = head in tensors and embedding in tensors
-        if both and not torch.equal(tensors[head], tensors[embedding]):
-            message = f"{head} differs from {embedding}, but config.json ties them"
-            raise ValueError(f"{folder}: {message}")
-        tensors.pop(head, None)
-    for name, shape in ((name, tuple(tensor.shape)) for name, tensor in expected.items()):
+        expected.pop(HEAD)
+        head = tensors.pop(HEAD, None)
+        if head is not None and not torch.equal(head, tensors.get(EMBEDDING, head)):
+            raise ValueError(
+                f"{folder}: {HEAD} differs from {EMBEDDING}, but config.json ties them"
+            )
+    for name, tensor in expected.items():
+        shape = tuple(tensor.shape)
         if name not in tensors:
             raise ValueError(f"{folder}: the tensor {name} is missing, expected with shape {shape}")
-        if tensors[name].shape != shape:
-            raise _wrong(folder, name, f"shape {tuple(tensors[name].shape)}", shape)
-    unknown = sorted(set(tensors) - set(expected))
-    if unknown:
+        given = tuple(tensors[name].shape)
+        if given != shape:
+            turned = given == shape[::-1] and name.endswith("down_proj.weight")
+            hint = f"; see {HYBRID} in config.json" if turned else ""
+            raise _wrong(folder, name, f"shape {given}", f"{shape}{hint}")
+    if unknown := sorted(set(tensors) - set(expected)):
         raise ValueError(
             f"{folder}: the tensor {unknown[0]} is not part of the model ({len(unknown)} such)"
         )
@@ -211,12 +199,11 @@ def _files(folder: Path, named: str | None) -> list[Path]:
     index = next(filter(Path.is_file, paths), paths[0])
     if not index.name.endswith(".index.json"):
         return [index]
-    places = read_json(index).get("weight_map")
-    is_map = isinstance(places, dict) and places
-    if not (is_map and all(isinstance(file, str) for file in places.values())):
-        problem = f"{index} has no weight_map with a file for each tensor"
-        raise ValueError(f"{problem}; put back the one that came with them")
-    return [index.parent / name for name in sorted(set(places.values()))]
+    try:
+        files = sorted(set(read_json(index)["weight_map"].values()))
+        return [index.parent / name for name in files]
+    except (KeyError, AttributeError, TypeError):
+        raise ValueError(f"{index} has no weight_map with a file for each tensor") from None
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
@@ -244,35 +231,16 @@ def _canonical(
                 raise _wrong(folder, name, f"shape {tuple(tensor.shape)}", "a matrix")
             tensor = tensor.t().contiguous() if match[1] in transposed else tensor
             name = name.replace(match[1], f"{match[2]}_proj.weight")
-        elif name.endswith(".mlp.down_proj.weight") and hybrid is not None:
-            _check_down(name, tensor, config, hybrid, folder)
-            tensor = tensor.t().contiguous() if hybrid else tensor
+        elif hybrid and name.endswith(".mlp.down_proj.weight"):
+            tensor = tensor.t().contiguous()
         result[name] = tensor
     return result
 
 
-def _is_hybrid(folder: Path) -> bool | None:
-    """Return whether down_proj.weight is stored transposed; None for a configuration of ours."""
-    path = folder / "config.json"
-    fields = read_json(path)
-    if fields.get("model_type") == SparseLlamaConfig.model_type:
-        return None
+def _is_hybrid(folder: Path) -> bool:
+    """Return whether down_proj.weight is stored transposed, as in files of the paper alone."""
+    fields = read_json(folder / "config.json")
     hybrid = fields.get(HYBRID) or False
     if not isinstance(hybrid, bool):
-        raise ValueError(f"{path}: {HYBRID} is {hybrid!r}; expected true or false")
-    return hybrid
-
-
-def _check_down(
-    name: str, tensor: Tensor, config: SparseLlamaConfig, hybrid: bool, folder: Path
-) -> None:
-    """Refuse a down projection whose shape contradicts the configuration."""
-    shape, stored = (config.hidden_size, config.intermediate_size), tuple(tensor.shape)
-    expected, other = (shape[::-1], shape) if hybrid else (shape, shape[::-1])
-    # Without the field, `read_weights` refuses any third shape.
-    if stored == expected or not (hybrid or stored == other):
-        return
-    value, remedy = ("true", "false") if hybrid else ("not true", "true")
-    hint = f"; if the file is right, set it to {remedy}" if stored == other else ""
-    reason = f"{expected}, since {HYBRID} in config.json is {value}{hint}"
-    raise _wrong(folder, name, f"shape {stored}", reason)
+        raise ValueError(f"{folder}: {HYBRID} is {hybrid!r}; expected true or false")
+    return hybrid and fields.get("model_type") != SparseLlamaConfig.model_type

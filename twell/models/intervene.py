@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from numbers import Integral
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from twell.models.convert import sparse_ffns
 from twell.sparse.edit import Edit
@@ -34,8 +34,7 @@ def silence(
             yield
         return
     ffns = sparse_ffns(model)
-    chosen = range(len(ffns)) if layers is None else _numbers(layers)
-    _check_places("layer", chosen, len(ffns), "the model has SparseFFN layers")
+    chosen = range(len(ffns)) if layers is None else _numbers("layer", layers, len(ffns))
     before = [ffn.silenced for ffn in ffns]
     try:
         for layer in chosen:
@@ -70,11 +69,15 @@ def intervene(
         )
     if (scale is None) == (value is None):
         raise ValueError(f"give scale or value, and not both; they are {scale!r} and {value!r}")
-    ffns, neurons = sparse_ffns(model), _numbers(neurons)
-    _check_places("layer", [layer], len(ffns), "the model has SparseFFN layers")
-    ffn = ffns[layer]
-    _check_places("neuron", neurons, ffn.intermediate_size, "the layer has neurons")
-    numbers = _one_for_each(neurons, scale if value is None else value)
+    ffns = sparse_ffns(model)
+    ffn = ffns[_numbers("layer", layer, len(ffns))[0]]
+    neurons = _numbers("neuron", neurons, ffn.intermediate_size)
+    given = scale if value is None else value
+    numbers = torch.as_tensor(given, dtype=torch.float64)
+    if numbers.shape not in ((), (len(neurons),)) or not numbers.isfinite().all():
+        raise ValueError(
+            f"{len(neurons)} neurons need one finite number or {len(neurons)}, not {given!r}"
+        )
     before = ffn.edit
     dtype = torch.promote_types(next(ffn.parameters()).dtype, torch.float32)
     edit = before or Edit(torch.ones(ffn.intermediate_size, dtype=dtype, device=ffn.device))
@@ -86,20 +89,10 @@ def intervene(
         ffn.edit = before
 
 
-def _numbers(one_or_more: int | Iterable[int]) -> list[int]:
-    return [one_or_more] if isinstance(one_or_more, Integral) else list(one_or_more)
-
-
-def _check_places(kind: str, places: Iterable[int], size: int, owner: str) -> None:
-    for place in places:
-        if not 0 <= place < size:
-            raise IndexError(f"{kind} {place} does not exist: {owner} 0 to {size - 1}")
-
-
-def _one_for_each(neurons: list[int], given: float | Sequence[float]) -> Tensor:
-    numbers = torch.as_tensor(given, dtype=torch.float64)
-    if numbers.dim() > 1 or (numbers.dim() == 1 and len(numbers) != len(neurons)):
-        raise ValueError(f"{len(neurons)} neurons need one number or {len(neurons)}, not {given!r}")
-    if not numbers.isfinite().all():
-        raise ValueError(f"scale and value have to be finite numbers; here is {given!r}")
+def _numbers(kind: str, given: int | Iterable[int], size: int) -> list[int]:
+    """Return one number or several as a list. Raises IndexError unless all are below `size`."""
+    numbers = [given] if isinstance(given, Integral) else list(given)
+    for number in numbers:
+        if not 0 <= number < size:
+            raise IndexError(f"{kind} {number} does not exist; there are 0 to {size - 1}")
     return numbers

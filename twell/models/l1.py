@@ -38,7 +38,11 @@ class L1Terms(Collector):
         by_ffn: dict[SparseFFN, list[Tensor]] = {}
         for ffn, l1 in self.terms:
             by_ffn.setdefault(ffn, []).append(l1)
-        terms = [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_ffn.values()]
+        # The terms of a layer in several passes count as of one pass over all their tokens.
+        terms = [
+            parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
+            for parts in by_ffn.values()
+        ]
         return means(terms, token_mask, num_tokens)
 
     def by_call(self, token_mask: Tensor | None, num_tokens: Tensor | int | None) -> Tensor:
@@ -146,14 +150,7 @@ def l1_by_layer(
     learns = any(p.requires_grad for ffn in ffns if ffn.training for p in ffn.parameters())
     if learns and torch.is_grad_enabled() and not any(term.requires_grad for term in terms):
         raise RuntimeError(NO_GRADIENT)
-    if _has_two_parts(model) and (token_mask is not None or num_tokens is not None):
-        raise ValueError(TWO_PARTS)
     return means(terms, token_mask, num_tokens)
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """The terms of a layer in several passes, as of one pass over all their tokens."""
-    return torch.cat([part.flatten() for part in parts])
 
 
 def means(
@@ -187,10 +184,6 @@ def means(
     return per_token.flatten(1).sum(1) / divisor(total, counted)
 
 
-def _has_two_parts(model: nn.Module) -> bool:
-    return hasattr(model, "encoder") and hasattr(model, "decoder")
-
-
 def divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
     """Return `total`, plus 1 where nothing is counted: a mean and its gradients are then 0."""
     if not isinstance(total, Tensor) and total != 0:  # saves a copy to the device
@@ -221,11 +214,10 @@ def token_mask(
         # A static cache allocates later keys too: there the last key is not the last token.
         first = shape[3] - length if cache is None else cache.get_seq_length()
         return _attends_to_itself(attention_mask.to(inputs.device), batch, length, first)
-    given = f"has shape {shape}" if is_tensor else f"is a {type(attention_mask).__name__}"
     raise ValueError(
-        f"attention_mask {given}; expected None, ({batch}, {length} or more) or "
-        f"({batch} or 1, heads or 1, {length} or 1, {length} or more): "
-        "the loss or the statistics have to know which tokens are padding"
+        f"attention_mask is a {type(attention_mask).__name__} of shape {shape}; expected None, "
+        f"({batch}, {length} or more) or ({batch} or 1, heads or 1, {length} or 1, {length} or "
+        "more), for the loss or the statistics to leave out padding"
     )
 
 

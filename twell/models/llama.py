@@ -22,7 +22,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from transformers import AutoConfig, AutoModelForCausalLM, Cache, LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, can_return_tuple
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
+from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
+from transformers.utils import can_return_tuple
 
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
 from twell.models.l1 import L1Terms, divisor, token_mask
@@ -183,13 +185,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if is_main_process:  # before transformers pushes the folder to the hub
             Path(save_directory).mkdir(parents=True, exist_ok=True)
             shutil.copyfile(CODE, Path(save_directory, CODE.name))
-        before = _saved(save_directory)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
-        after = _saved(save_directory)
-        written = [path for path in after if after[path] != before.get(path)]
-        if is_main_process and len(written) == 1:  # 0: a variant, or an adapter of peft alone
-            for path in after.keys() - written:
-                path.unlink()
+        files = [Path(save_directory, name) for name in (WHOLE, INDEX)]
+        if is_main_process and all(map(Path.is_file, files)):
+            min(files, key=lambda path: path.stat().st_mtime_ns).unlink()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
@@ -322,12 +321,6 @@ def _require_l1(tensors: Sequence[Tensor]) -> None:
             )
 
     register_multi_grad_hook(tensors, check)
-
-
-def _saved(folder: str | Path) -> dict[Path, int]:
-    """Return when a model's one file and the index of its shards were written, where they exist."""
-    paths = Path(folder, SAFE_WEIGHTS_NAME), Path(folder, SAFE_WEIGHTS_INDEX_NAME)
-    return {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
 
 
 def check_llama(name: object, model: nn.Module) -> None:

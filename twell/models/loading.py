@@ -26,7 +26,14 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from twell.models.checkpoint import LLAMAS, read_config, read_json, read_weights
+from twell.models.checkpoint import (
+    LLAMAS,
+    PUT_BACK,
+    PUT_BACK_COPY,
+    read_config,
+    read_json,
+    read_weights,
+)
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import note_quantization
@@ -48,7 +55,7 @@ def save(
         model.save_pretrained(folder, **options)
         tokenizer.save_pretrained(folder)
     except Exception as error:
-        # Both libraries are written in Rust; one has a class of its own, the other plain Exception.
+        # safetensors has a class of its own for a full disk; tokenizers raises plain Exception.
         if isinstance(error, SafetensorError) or type(error) is Exception:
             raise OSError(f"{folder} could not be written: {error}") from None
         raise
@@ -80,10 +87,9 @@ def load(
     for a Llama with an adapter of peft beside its weights.
     """
     folder = resolve(name_or_path)
-    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
     if not _is_llama(folder):
         model = _load_other(name_or_path, folder, backend or "dense", dtype)
-        return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
+        return model.eval(), _tokenizer_of(folder)
     _refuse_adapter(folder)
     config = read_config(folder)
     if backend is not None:
@@ -101,18 +107,17 @@ def load(
         )
     if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION))
-    if config.ffn_backend == "auto" and (folder / CALIBRATION).is_file():
-        calibration = _calibration_of(folder)
+    if config.ffn_backend == "auto" and (calibration := _calibration_of(folder)):
         if (calibration.dtype == FLOAT8) == (quantization is not None):
             model.set_ffn_backend("auto", calibration)
         else:
-            has, option = ("FP8", " --fp8") if quantization else ("bf16 or fp16", "")
+            option = " --fp8" if quantization else ""
             warnings.warn(
-                f"{folder / CALIBRATION} has times of {calibration.dtype} and is not used: the "
-                f"weights are {has}; `twell measure calibrate{option}` measures them",
+                f"{folder / CALIBRATION} has times of {calibration.dtype}, unlike the weights, and "
+                f"is not used; `twell measure calibrate{option}` measures them",
                 stacklevel=2,
             )
-    return model.eval(), _tokenizer_of(folder) if has_tokenizer else None
+    return model.eval(), _tokenizer_of(folder)
 
 
 def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
@@ -125,15 +130,7 @@ def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
             note_quantization(config, None)
             return folder, SparseLlamaForCausalLM(config)
         config, auto = stock_config(folder)
-        try:
-            model = auto.from_config(config)
-        except ValueError:
-            kind = ", ".join(getattr(config, "architectures", None) or [type(config).__name__])
-            raise ValueError(
-                f"{folder} holds a {kind}, for which transformers has no {auto.__name__}; load it "
-                "by its own class, then twell.sparsify it"
-            ) from None
-        return folder, sparsify(model)
+        return folder, sparsify(auto.from_config(config))
 
 
 def resolve(name: str | Path) -> Path:
@@ -164,8 +161,7 @@ def resolve(name: str | Path) -> Path:
 def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Return a model of any family as transformers loads it; see `load` for the name.
 
-    Raises ValueError for a damaged file, a tensor that is missing or unknown, and for quantised
-    weights.
+    Raises ValueError for a damaged file, a missing or unknown tensor, and quantised weights.
     """
     folder = resolve(name)
     _refuse_adapter(folder)
@@ -175,16 +171,14 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
         with _no_progress_bar():
             options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
             model, report = auto.from_pretrained(source, config=config, dtype=dtype, **options)
-    except SafetensorError as error:
-        raise ValueError(f"{folder}: damaged weights: {error}; put back a whole copy") from None
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"{folder} cannot be loaded: {reason}; put back a whole copy") from None
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
+        reason = _reason(error)[:300]
+        raise ValueError(f"{folder} cannot be loaded: {reason}; {PUT_BACK_COPY}") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             raise ValueError(
                 f"{folder}: the weights have {problem.replace('_', ' ')}, such as "
-                f"{sorted(report[problem])[0]}; put back a whole copy"
+                f"{sorted(report[problem])[0]}; {PUT_BACK_COPY}"
             )
     return model
 
@@ -198,11 +192,8 @@ def stock_config(folder: Path) -> tuple[PreTrainedConfig, type]:
     try:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises a dozen kinds
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"{folder / 'config.json'} describes no model that can be loaded: {reason}; "
-            "put back the file that came with the weights"
-        ) from None
+        path = folder / "config.json"
+        raise ValueError(f"{path} describes no model: {_reason(error)}; {PUT_BACK}") from None
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(
             f"{folder} has quantised weights of a {config.model_type!r}; load bf16 weights "
@@ -217,8 +208,7 @@ def _load_other(
     """Return a model of another family than Llama. Raises ValueError for missing weights."""
     load_empty(folder)  # refuses what cannot become sparse, before weights load
     model = sparsify(load_stock(name, dtype or "auto"), backend=backend)
-    if backend == "auto" and (folder / CALIBRATION).is_file():
-        calibration = _calibration_of(folder)
+    if backend == "auto" and (calibration := _calibration_of(folder)):
         for ffn in sparse_ffns(model):
             ffn.calibration = calibration
     return model
@@ -264,8 +254,10 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _calibration_of(folder: Path) -> Calibration:
-    """Return the calibration beside the weights; warn when another device measured it."""
+def _calibration_of(folder: Path) -> Calibration | None:
+    """Return the calibration beside the weights, if any; warn when another device measured it."""
+    if not (folder / CALIBRATION).is_file():
+        return None
     calibration = Calibration.load(folder / CALIBRATION)
     if torch.cuda.is_available() and (device := torch.cuda.get_device_name()) != calibration.device:
         warnings.warn(
@@ -276,17 +268,18 @@ def _calibration_of(folder: Path) -> Calibration:
     return calibration
 
 
-def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
+    files = [folder / name for name in TOKENIZER if (folder / name).is_file()]
+    if not files:
+        return None
     try:
         return AutoTokenizer.from_pretrained(folder)
     except ImportError:
         raise
     except Exception as error:  # damaged files raise a dozen kinds
-        for name in TOKENIZER:
-            if (folder / name).is_file():
-                read_json(folder / name)
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(
-            f"{folder / 'tokenizer.json'} and tokenizer_config.json make no tokenizer ({reason}); "
-            "put back the files that came with the weights"
-        ) from None
+        names = " and ".join(map(str, files))
+        raise ValueError(f"{names} make no tokenizer: {_reason(error)}; {PUT_BACK}") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

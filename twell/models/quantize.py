@@ -39,32 +39,38 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
     that are not bf16, not finite, not plain or in FP8 already, or a K that is no multiple of 16;
     RuntimeError on a GPU without FP8, by name.
     """
-    options = {"keep_original": getattr(config, "keep_original", False)}
     if config is not None:
-        name = type(config).__name__
-        if name != Float8DynamicActivationFloat8WeightConfig.__name__:
-            raise ValueError(
-                f"config is a {name}; expected Float8DynamicActivationFloat8WeightConfig"
-            )
-        of_both = config.granularity  # torchao's is a list: of x and of the weights
-        for field, expected in UNDERSTOOD.items():
-            if getattr(config, field, expected) != expected:
-                given = getattr(config, field)
-                raise ValueError(f"{field} of config is {given}; expected {expected}")
-        for granularity in of_both if isinstance(of_both, list | tuple) else [of_both]:
-            Float8DynamicActivationFloat8WeightConfig(granularity)
+        _check_config(config)
+    options = {"keep_original": getattr(config, "keep_original", False)}
     ffns = sparse_ffns(module)
     if hasattr(module, "config") and (other := _other(module)) is not None:
         raise ValueError(f"the model is quantised by {type(other).__name__} already")
     for number, ffn in enumerate(ffns):
         _check(ffn, f"layer {number}")
     for ffn in ffns:
-        for name in QUANTIZED:
-            if getattr(ffn, name) is not None:
-                part = getattr(ffn, name)
-                _replace(ffn, name, Float8Linear.of(part, **options).train(part.training))
+        for name, part in _parts(ffn):
+            _replace(ffn, name, Float8Linear.of(part, **options).train(part.training))
         ffn.chooser.quantized = True
     _note(module, dict(float8.QUANTIZATION))
+
+
+def _parts(ffn: SparseFFN) -> list[tuple[str, nn.Module]]:
+    """Return the projections that FP8 is for, by name."""
+    parts = [(name, getattr(ffn, name)) for name in QUANTIZED]
+    return [(name, part) for name, part in parts if part is not None]
+
+
+def _check_config(config: Any) -> None:
+    """Raise ValueError for a configuration of another kind of FP8."""
+    name = type(config).__name__
+    if name != Float8DynamicActivationFloat8WeightConfig.__name__:
+        raise ValueError(f"config is a {name}; expected Float8DynamicActivationFloat8WeightConfig")
+    for field, expected in UNDERSTOOD.items():
+        if (given := getattr(config, field, expected)) != expected:
+            raise ValueError(f"{field} of config is {given}; expected {expected}")
+    given = config.granularity  # torchao's is a list: of x and of the weights
+    for granularity in given if isinstance(given, list | tuple) else [given]:
+        Float8DynamicActivationFloat8WeightConfig(granularity)
 
 
 def _replace(ffn: SparseFFN, name: str, part: nn.Module) -> None:
@@ -103,10 +109,7 @@ def _check(ffn: SparseFFN, owner: str) -> None:
     reason = float8.why_not(ffn.device) if ffn.device.type == "cuda" else None
     if reason is not None:
         raise RuntimeError(f"FP8 weights cannot be used here: {reason}")
-    for name in (*QUANTIZED, "down_proj"):
-        part = getattr(ffn, name)
-        if part is None:
-            continue
+    for name, part in (*_parts(ffn), ("down_proj", ffn.down_proj)):
         if (reason := why_called(part)) is not None:
             raise ValueError(f"{name} of {owner} is {reason}; expected a plain nn.Linear")
         for tensor in part.parameters():
@@ -132,11 +135,9 @@ def dequantize_(module: nn.Module) -> None:
         raise ValueError(f"{type(module).__name__} has no layer in FP8; there is nothing to undo")
     rounded = 0
     for ffn in ffns:
-        for name in QUANTIZED:
-            part = getattr(ffn, name)
-            if part is not None:
-                rounded += part.original is None
-                _replace(ffn, name, part.dense(ffn.down_proj.weight.dtype))
+        for name, part in _parts(ffn):
+            rounded += part.original is None
+            _replace(ffn, name, part.dense(ffn.down_proj.weight.dtype))
         ffn.chooser.quantized = False
     _note(module, None)
     if rounded:
@@ -153,11 +154,9 @@ def dequantize_(module: nn.Module) -> None:
 def empty_quantized(module: nn.Module) -> None:
     """Give every SparseFFN layer FP8 weights without values."""
     for ffn in sparse_ffns(module):
-        for name in QUANTIZED:
-            part = getattr(ffn, name)
-            if part is not None:
-                shape = part.in_features, part.out_features
-                setattr(ffn, name, Float8Linear(*shape, part.bias, part.weight.device))
+        for name, part in _parts(ffn):
+            shape = part.in_features, part.out_features
+            setattr(ffn, name, Float8Linear(*shape, part.bias, part.weight.device))
         ffn.chooser.quantized = True
 
 
