@@ -60,7 +60,7 @@ def test_integer_weights_are_those_of_the_layer(gpu, precision, error, gated):
     given = cases.Case.of("even", (x, *weights[:2], weights[2].t()), 2, gated=gated)
     assert quantized.dense_precisions(5, (256, 128), x.device) == [INT8, INT4]
     provider = Provider("dense", None, "torch.compile", precision)
-    exact, allowed = given.exact_for(provider)
+    exact, allowed = given.exact_for(provider, None)
     for one in given.layers(provider):
         assert exact.check(one(x), "integers", allowed) > 1e-4
     for weight in weights:

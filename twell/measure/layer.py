@@ -115,10 +115,11 @@ class LayerBench:
     def prepare(self, provider: Provider) -> Call:
         case, mode = self.case, self.mode
         layers = case.layers(provider)
+        path = provider.path
         if provider.backend == "auto":
             situation = EAGER if mode == "stream" else mode
             ask = functools.partial(layers[0].chooser.path, len(case.x), situation)
-            self.path_of_auto[provider] = ask
+            self.path_of_auto[provider], path = ask, ask()
         if provider.precision in quantized.ALLOWED:
             layers = [compiled(layer, options=quantized.OPTIONS) for layer in layers]
         elif provider.compiled or (mode == "compiled" and provider not in DENSE):
@@ -131,7 +132,7 @@ class LayerBench:
             run()
         else:
             run, outputs = functools.partial(repeat, calls, 1), [call() for call in calls]
-        exact, limit = case.exact_for(provider)
+        exact, limit = case.exact_for(provider, path)
         limit = max(limit, self.allowed)
         error = max(exact.check(y, f"{provider} at {case}", limit) for y in outputs)
         columns = {"relative_rms": significant(error, 3)}

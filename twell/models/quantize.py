@@ -30,8 +30,8 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
 
     module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: a
     `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
-    take 4 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 3 of
-    4). Every backend computes with them; `twell.sparse.float8` has the formula. Saved Llamas keep
+    take 5 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 4 of
+    4), and one less with `down=False`. Every backend computes with them; `twell.sparse.float8` has the formula. Saved Llamas keep
     them, and `twell.load` reads them; it refuses saved FP8 weights of other models.
 
     Nothing changes unless every layer can be quantised. Raises ValueError for a model without
@@ -51,7 +51,14 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
         for name, part in _parts(ffn):
             _replace(ffn, name, Float8Linear.of(part, **options).train(part.training))
         ffn.chooser.quantized = True
-    _note(module, dict(float8.QUANTIZATION))
+    _keep_down(module, getattr(config, "down", True))
+
+
+def _keep_down(module: nn.Module, in_fp8: bool) -> None:
+    """Keep down in FP8 for dense passes, or not, and say so in the configurations."""
+    for ffn in sparse_ffns(module):
+        ffn.keep_down(in_fp8 and ffn.intermediate_size % float8.MULTIPLE == 0)
+    _note(module, dict(float8.QUANTIZATION if in_fp8 else float8.BF16_DOWN))
 
 
 def _parts(ffn: SparseFFN) -> list[tuple[str, nn.Module]]:
@@ -138,6 +145,7 @@ def dequantize_(module: nn.Module) -> None:
         for name, part in _parts(ffn):
             rounded += part.original is None
             _replace(ffn, name, part.dense(ffn.down_proj.weight.dtype))
+        ffn.keep_down(False)
         ffn.chooser.quantized = False
     _note(module, None)
     if rounded:
@@ -168,24 +176,35 @@ def quantization_of(module: nn.Module) -> Any:
     in_fp8 = {ffn.quantized for ffn in sparse_ffns(module)}
     if len(in_fp8) == 2:
         raise ValueError("some layers are in FP8 and others not; twell.quantize_ the model")
-    ours = dict(float8.QUANTIZATION) if in_fp8 == {True} else None
+    ours = dict(_form(module)) if in_fp8 == {True} else None
     return _other(module) or ours
+
+
+def _form(module: nn.Module) -> dict:
+    """How the layers in FP8 compute down in dense passes, as config.json says it."""
+    in_bf16 = [
+        ffn.dense_down is None and ffn.intermediate_size % float8.MULTIPLE == 0
+        for ffn in sparse_ffns(module)
+    ]
+    return float8.BF16_DOWN if any(in_bf16) else float8.QUANTIZATION
 
 
 def _other(part: nn.Module) -> Any:
     """The quantisation of a model's configuration, if it is another than FP8."""
     present = getattr(part.config, "quantization_config", None)
-    return None if isinstance(present, _Config) or present == float8.QUANTIZATION else present
+    ours = isinstance(present, _Config) or present in (float8.QUANTIZATION, float8.BF16_DOWN)
+    return None if ours else present
 
 
 @register_quantization_config(float8.QUANTIZATION["quant_method"])
 class _Config(QuantizationConfigMixin):
     """`float8.QUANTIZATION` as transformers keeps it while it loads a model."""
 
-    def __init__(self, **fields: str):
-        if fields != float8.QUANTIZATION:
+    def __init__(self, **fields: Any):
+        if fields not in (float8.QUANTIZATION, float8.BF16_DOWN):
             raise ValueError(f"quantization_config is {fields}; expected {float8.QUANTIZATION}")
         self.quant_method = fields["quant_method"]
+        self.down = fields.get("down", True)
 
 
 @register_quantizer(float8.QUANTIZATION["quant_method"])
@@ -203,10 +222,12 @@ class _Quantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         self.remove_quantization_config(model)  # the layers are those of `quantize_`
-        _note(model, dict(float8.QUANTIZATION))
+        _keep_down(model, self.quantization_config.down)
 
 
 def num_weights(model: nn.Module) -> int:
     """Return the number of weights and biases, those in FP8 too, without scales."""
-    in_fp8 = sum(m.weight.numel() for m in model.modules() if isinstance(m, Float8Linear))
+    copies = {ffn.dense_down for ffn in model.modules() if isinstance(ffn, SparseFFN)}
+    parts = [m for m in model.modules() if isinstance(m, Float8Linear) and m not in copies]
+    in_fp8 = sum(part.weight.numel() for part in parts)
     return in_fp8 + sum(parameter.numel() for parameter in model.parameters())
