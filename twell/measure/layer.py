@@ -115,11 +115,10 @@ class LayerBench:
     def prepare(self, provider: Provider) -> Call:
         case, mode = self.case, self.mode
         layers = case.layers(provider)
-        path = provider.path
         if provider.backend == "auto":
             situation = EAGER if mode == "stream" else mode
             ask = functools.partial(layers[0].chooser.path, len(case.x), situation)
-            self.path_of_auto[provider], path = ask, ask()
+            self.path_of_auto[provider] = ask
         if provider.precision in quantized.ALLOWED:
             layers = [compiled(layer, options=quantized.OPTIONS) for layer in layers]
         elif provider.compiled or (mode == "compiled" and provider not in DENSE):
@@ -132,6 +131,8 @@ class LayerBench:
             run()
         else:
             run, outputs = functools.partial(repeat, calls, 1), [call() for call in calls]
+        # Asked after the calls, of which the first plans for this card.
+        path = self.path_of_auto[provider]() if provider.backend == "auto" else provider.path
         exact, limit = case.exact_for(provider, path)
         limit = max(limit, self.allowed)
         error = max(exact.check(y, f"{provider} at {case}", limit) for y in outputs)
