@@ -13,7 +13,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from twell.corpus import Blocks, Stream
+    from twell.corpus import Blocks, Corpus, Stream
     from twell.models import SparseLlamaConfig
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -99,96 +99,103 @@ class TrainConfig:
             for name in names.split():
                 if not fits(value := getattr(self, name)):
                     raise ValueError(f"{name} is {value!r}; it has to {rule}")
-        own = self.teacher is None  # a teacher's heads may have another size
+        for conflict in self._conflicts():
+            raise ValueError(conflict)
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yield a message for each pair of fields that do not fit together."""
+        head_size, odd = divmod(self.hidden_size, self.num_heads)
+        if self.teacher is None and (odd or head_size % 2):  # a teacher may set its head size
+            yield (
+                f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
+                f"{self.hidden_size / self.num_heads:g}; rotary positions need an even number"
+            )
         for name, divisor in _DIVISORS.items():
             value, part = getattr(self, name), getattr(self, divisor)
-            if value % part and (own or name != "hidden_size"):
-                raise ValueError(f"{name} {value} is no multiple of {divisor} {part}")
-        if own and (head := self.hidden_size // self.num_heads) % 2:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
-                f"{head}; rotary positions need an even number"
-            )
+            if value % part:
+                yield f"{name} {value} is no multiple of {divisor} {part}"
         if self.valid_tokens < self.context:
-            raise ValueError(
-                f"valid_tokens is {self.valid_tokens}; "
-                f"it has to hold one context of {self.context} tokens"
+            yield f"valid_tokens {self.valid_tokens} are fewer than one context of {self.context}"
+        if self.source.startswith("hf:") and self.valid_source is not None:
+            yield f"valid_source is {self.valid_source}; a stream holds out its first documents"
+        for name in _OF_STUDENTS if self.teacher is None else ():
+            if value := getattr(self, name):
+                yield f"{name} is {value!r}; only `twell relufy` has a teacher, which it needs"
+        if 0 < self.fit_tokens < (least := FIT_NEEDS * self.intermediate_size):
+            yield (
+                f"fit_tokens is {self.fit_tokens}; fewer than {least}, {FIT_NEEDS} for each neuron "
+                "of a layer, may do harm; raise it, or set it to 0 for no fit"
             )
-        if self.active_share and not self.l1_coefficient:
-            self._check_steered_threshold()
-        if self.active_share and self.steering_steps % self.log_every:
-            raise ValueError(
-                f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
-                f"{self.log_every}, at which activity is known"
-            )
-        name = f"{self.activation} above {self.threshold}" if self.threshold else self.activation
-        if self.balance_every and not self.gated and name != "relu":
-            raise ValueError(
+        if self.active_share:
+            yield from self._steering_conflicts()
+        act = f"{self.activation} above {self.threshold}" if self.threshold else self.activation
+        if self.balance_every and not self.gated and act != "relu":
+            yield (
                 f"balance_every is {self.balance_every}; without a gate it needs the activation "
-                f"'relu', not {name!r}, which is not proportional to its input; set it to 0"
+                f"'relu', not {act!r}, which is not proportional to its input; set it to 0"
             )
-        # A run whose learning rate or L1 term is 0 in every step:
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        run = f"the run has {steps} (tokens {self.tokens}, batch_tokens {self.batch_tokens})"
+        run = f"the run has {self.steps} steps"
         if self.steps == 1 and self.warmup_steps:
-            raise ValueError(
+            yield (
                 f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning "
                 "rate of 0, so nothing would be trained; set warmup_steps to 0 or raise tokens"
             )
         if self.l1_coefficient and self.l1_zero_steps >= self.steps:
-            raise ValueError(
-                f"l1_zero_steps is {self.l1_zero_steps} and {run}: l1_coefficient "
-                f"{self.l1_coefficient} would never act; "
-                "lower l1_zero_steps, raise tokens or set l1_coefficient to 0"
+            yield (
+                f"l1_zero_steps is {self.l1_zero_steps} and {run}, so l1_coefficient "
+                f"{self.l1_coefficient} would never act; lower l1_zero_steps or raise tokens"
             )
 
-    def _check_steered_threshold(self) -> None:
-        """Without an L1 term it is the threshold that brings activity to `active_share`."""
+    def _steering_conflicts(self) -> Iterator[str]:
+        """Yield why nothing could steer activity to `active_share`."""
+        if self.l1_coefficient and self.l1_stage_steps % self.log_every:
+            yield (
+                f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
+                f"{self.log_every}: activity is known at these steps only"
+            )
+        if self.l1_coefficient:
+            return
         wanted = f"active_share is {self.active_share}, and l1_coefficient 0"
         if not self.threshold:
-            raise ValueError(
-                f"{wanted}; give an l1_coefficient above 0, or a threshold above 0 to steer"
-            )
+            yield f"{wanted}; give an l1_coefficient above 0, or a threshold above 0 to steer"
         if self.active_share >= 0.5:
-            raise ValueError(f"{wanted}; a threshold keeps less than half of the neurons active")
+            yield f"{wanted}; a threshold keeps less than half of the neurons active"
         if self.compile and self.backend != "dense":
-            raise ValueError(
-                f"{wanted}; compiled sparse kernels have the threshold as a constant, which would "
-                f"change: set compile to false, or backend to 'dense', not {self.backend!r}"
+            yield (
+                f"{wanted}; compiled sparse kernels have the threshold as a constant: set compile "
+                f"to false, or backend to 'dense', not {self.backend!r}"
             )
 
     @property
     def steering_steps(self) -> int:
-        """Steps between changes of what is steered to `active_share`."""
+        """Steps between changes of the coefficient or threshold that steers activity."""
         return self.l1_stage_steps if self.l1_coefficient else self.log_every
 
     def remarks(self) -> list[str]:
         """Return a line for each schedule that the run does not finish, or that never acts."""
         lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
-        warm_up = "the run ends within the warm-up of the"
         if self.warmup_steps >= steps:
-            share = (steps - 1) / self.warmup_steps
-            settings = f"(warmup_steps {self.warmup_steps}, {steps} steps)"
-            reached = f"it reaches {share:.0%} of {self.learning_rate:g}"
-            lines.append(f"{warm_up} learning rate {settings}: {reached}")
+            lines.append(
+                f"the run of {steps} steps ends within the {self.warmup_steps} warmup_steps: it "
+                f"reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
+            )
         share = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
         if self.l1_coefficient and share < 1:
-            fields = f"l1_zero_steps {self.l1_zero_steps}, l1_warmup_steps {self.l1_warmup_steps}"
-            reached = f"it reaches {share:.0%} of l1_coefficient"
-            lines.append(f"{warm_up} L1 term ({fields}, {steps} steps): {reached}")
+            lines.append(
+                f"the run of {steps} steps ends within l1_zero_steps {self.l1_zero_steps} and "
+                f"l1_warmup_steps {self.l1_warmup_steps}: it reaches {share:.0%} of l1_coefficient"
+            )
+        first = self.l1_zero_steps + self.l1_warmup_steps  # steering begins after this step
         stage = self.steering_steps
-        begin = self.l1_zero_steps + self.l1_warmup_steps
-        if self.active_share and (steps - 1) // stage <= begin // stage:
-            run = f"the run has {steps} steps, {begin} of them before the first"
-            lines.append(f"active_share never acts: it would every {stage} steps, and {run}")
-        if self.reinit and tokens < self.dead_window_tokens:
-            window = f"dead_window_tokens is {self.dead_window_tokens}"
-            run = f"the run has {tokens} tokens"
-            lines.append(f"reinit {self.reinit:g} never acts: {run}, and {window}")
-        if self.balance_every > steps:
-            run = f"the run has {steps} steps"
-            lines.append(f"balance_every {self.balance_every} never acts: {run}")
-        return lines
+        idle = {
+            "active_share": self.active_share and (steps - 1) // stage <= first // stage,
+            "reinit": self.reinit and tokens < self.dead_window_tokens,
+            "balance_every": self.balance_every > steps,
+        }
+        run = f"the run has {steps} steps and {tokens} tokens"
+        return lines + [
+            f"{name} {getattr(self, name)} never acts: {run}" for name in idle if idle[name]
+        ]
 
     @classmethod
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -199,7 +206,8 @@ class TrainConfig:
         """
         fields = _read_config(name)
         if Path(name).is_file() and (Path(name).parent / "provenance.json").is_file():
-            fields.setdefault("parse_special", True)  # of a run: versions without the field did
+            # Runs of versions without this field parsed special tokens.
+            fields.setdefault("parse_special", True)
         fields |= _parse_overrides(overrides)
         for key in fields:
             if key not in _TYPES:
@@ -225,54 +233,57 @@ class TrainConfig:
         self, process: int = 0, num_processes: int = 1
     ) -> tuple[PreTrainedTokenizerFast, Blocks | Stream, Blocks]:
         """Return tokenizer, training blocks (of a stream this process's) and validation blocks."""
+        from twell import corpus
+
+        if self.source.startswith("hf:"):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"source {self.source} is streamed, so no tokenizer is trained on it; "
+                    "set tokenizer"
+                )
+            tokenizer = corpus.load_tokenizer(self.tokenizer, self.vocab_size)
+            stream = corpus.Stream(
+                self.source,
+                tokenizer,
+                self.context,
+                valid_tokens=self.valid_tokens,
+                process=process,
+                num_processes=num_processes,
+                parse_special=self.parse_special,
+            )
+            return tokenizer, stream, corpus.Blocks(stream.valid, self.context)
+        text = self._prepare(self.source, self.valid_source, self.parse_special)
+        train = self._mixed(text.train) if self.sampled_share else text.train
+        valid = corpus.Blocks(text.valid[: self.valid_tokens], self.context)
+        return text.tokenizer, corpus.Blocks(train, self.context, self.seed), valid
+
+    def _prepare(self, source: str, valid_source: str | None, parse_special: bool) -> Corpus:
+        from twell import corpus
+
+        return corpus.prepare(
+            source,
+            vocab_size=self.vocab_size,
+            cache=cache_folder(),
+            valid_source=valid_source,
+            tokenizer=self.tokenizer,
+            parse_special=parse_special,
+        )
+
+    def _mixed(self, train: np.ndarray) -> np.ndarray:
+        """Append the teacher's samples, repeated or cut to `sampled_share` of the result."""
         import numpy as np
 
-        from twell import corpus
-
-        source, context = self.source, self.context
-        if not source.startswith("hf:"):
-            options = {
-                "vocab_size": self.vocab_size,
-                "cache": cache_folder(),
-                "valid_source": self.valid_source,
-                "tokenizer": self.tokenizer,
-                "parse_special": self.parse_special,
-            }
-            text = corpus.prepare(source, **options)
-            train = text.train
-            if self.samples is not None:  # repeated, or cut, to their share
-                written = self._written(options)
-                number = round(len(train) * self.sampled_share / (1 - self.sampled_share))
-                train = np.concatenate([train, np.resize(written, number)])
-            valid = corpus.Blocks(text.valid[: self.valid_tokens], context)
-            return text.tokenizer, corpus.Blocks(train, context, self.seed), valid
-        if self.tokenizer is None:
-            raise ValueError(
-                f"source {source} is streamed, so no tokenizer is trained on it; set tokenizer"
-            )
-        if self.valid_source is not None:
-            raise ValueError(
-                f"valid_source {self.valid_source}: of a stream the first documents are held out"
-            )
-        tokenizer = corpus.load_tokenizer(self.tokenizer, self.vocab_size)
-        options = {"process": process, "num_processes": num_processes}
-        options |= {"valid_tokens": self.valid_tokens, "parse_special": self.parse_special}
-        stream = corpus.Stream(source, tokenizer, context, **options)
-        return tokenizer, stream, corpus.Blocks(stream.valid, context)
-
-    def _written(self, options: dict) -> np.ndarray:
-        """Return the tokens of what the teacher wrote; none of them are held out."""
-        from twell import corpus
-
-        samples = cache_folder() / self.samples
-        if not samples.is_file():
+        path = cache_folder() / str(self.samples)
+        if not path.is_file():
             raise FileNotFoundError(
-                f"{samples} is missing, which the teacher of this run wrote: put it back, or set "
+                f"{path}, the samples of this run's teacher, is missing: put it back, or set "
                 "TWELL_CACHE to the folder that has it"
             )
-        options = options | {"valid_source": self.valid_source or str(samples)}
-        options["parse_special"] = self.parse_special or self.sampled_chat
-        return corpus.prepare(str(samples), **options).train
+        parse_special = self.parse_special or self.sampled_chat
+        # With a valid_source, no sample is held out.
+        written = self._prepare(str(path), self.valid_source or str(path), parse_special).train
+        number = round(len(train) * self.sampled_share / (1 - self.sampled_share))
+        return np.concatenate([train, np.resize(written, number)])
 
     def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
         """Return the model's own configuration."""
@@ -319,12 +330,9 @@ def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
 
 
 _TYPES = typing.get_type_hints(TrainConfig)
-_DIVISORS = {
-    "hidden_size": "num_heads",
-    "batch_tokens": "context",
-    "checkpoint_every": "log_every",
-}
-# Fields, the test of their values, and what an error says of fit ones. No comparison holds for NaN.
+FIT_NEEDS = 4  # tokens for each neuron
+_OF_STUDENTS = ("fit_tokens", "hidden_weight", "sampled_chat", "sampled_share", "samples")
+_DIVISORS = {"batch_tokens": "context", "checkpoint_every": "log_every"}
 _POSITIVE = (
     "vocab_size context hidden_size intermediate_size num_layers num_heads tokens batch_tokens "
     "learning_rate max_grad_norm dead_window_tokens log_every valid_every rope_theta adam_epsilon "
@@ -334,14 +342,13 @@ _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
     "checkpoint_every balance_every threshold fit_tokens hidden_weight"
 )
-_MICRO_BATCH = "be at least 1, or null for the whole share of the step"
 # Fields, the test of their values (which NaN fails), and what they have to do.
 _RULES: list[tuple[str, Callable, str]] = [
     (_POSITIVE, lambda x: x > 0, "be more than 0"),
     (_NOT_NEGATIVE, lambda x: 0 <= x < math.inf, "be a finite number, 0 or more"),
     ("learning_rate rope_theta adam_epsilon", lambda x: x < math.inf, "be a finite number"),
     ("adam_beta1 adam_beta2", lambda x: 0 <= x < 1, "be from 0 to less than 1"),
-    ("micro_batch", lambda x: x is None or x >= 1, _MICRO_BATCH),
+    ("micro_batch", lambda x: x is None or x >= 1, "be at least 1, or null for the whole share"),
     ("seed", lambda x: x < 2**32, "be below 2^32"),
     ("context", lambda x: x >= 2, "be at least 2, so that a token is predicted"),
     ("reinit active_share", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
@@ -358,22 +365,20 @@ def _coerce(name: str, kind: type, value):
         kind, _ = typing.get_args(kind)  # the other is None
         if value is None:
             return None
-    if kind in (int, float):
-        if isinstance(value, list):
-            raise ValueError(f"{name} is {value!r}; give one number")
+    if kind in (int, float) and isinstance(value, str):
         with contextlib.suppress(ValueError):
-            value = float(value) if isinstance(value, str) else value
-        if kind is int and isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if kind is float and type(value) is int:
             value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if kind is float and type(value) is int:
+        value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}; expected {kind.__name__}")
     return value
 
 
 def _nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is meant: one that is spelled alike, or else begins alike."""
+    """Return the known name that is spelled alike, or else the first that begins with `name`."""
     alike = difflib.get_close_matches(name, known, 1)
     return next(iter(alike or [one for one in known if name and one.startswith(name)]), None)
 
@@ -393,21 +398,8 @@ def _parse_overrides(overrides: Iterable[str]) -> dict:
         try:
             fields[key] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
-            raise ValueError(
-                f"{override!r} is no YAML value; write {key}=value, lists as [1, 2]"
-            ) from None
+            raise ValueError(f"{override!r} is no YAML value; write {key}=value") from None
     return fields
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """Refuses a key that is given twice; YAML's own loader takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
-        for place, key in enumerate(keys):
-            if key in keys[:place]:
-                raise ValueError(f"{key} is given twice")
-        return super().construct_mapping(node, deep)
 
 
 def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
@@ -420,18 +412,17 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
         hint = f" (did you mean {near}?)" if near else ""
         known = ", ".join(known)
         raise FileNotFoundError(f"no configuration {name}{hint}: it is no file and none of {known}")
-    if path.resolve() in map(Path.resolve, above):
-        chain = " -> ".join(map(str, (*above, path)))
-        raise ValueError(f"{path} is its own base: {chain}; change or remove the line base:")
+    if path.resolve() in above:
+        raise ValueError(f"{path} is its own base; change or remove the line base:")
     try:
-        fields = yaml.load(path.read_text(encoding="utf-8-sig"), _OnceLoader)
+        fields = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as YAML: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
-    if not isinstance(base, str | None):
-        raise ValueError(
-            f"{path}: base is {base!r}; expected the name of a configuration or of a file"
-        )
-    return fields if base is None else _read_config(base, (*above, path)) | fields
+    if base is None:
+        return fields
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: base is {base!r}; expected the name of a configuration or file")
+    return _read_config(base, (*above, path.resolve())) | fields

@@ -165,21 +165,21 @@ def provenance(command: str | None = None) -> dict:
 
 
 def _launcher() -> list[str]:
-    """Return what started Python: Accelerate's launcher with the options that spread training."""
+    """Return the program that started Python: Accelerate's launcher with its options, or Python."""
     # The launcher always sets this variable; WORLD_SIZE may be a cluster's.
     if "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return ["python"]
-    sharded = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    fsdp = ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")] if sharded else []
-    for name, default in FSDP_DEFAULTS.items() if sharded else ():
-        value = os.environ.get(name, default)
-        if value.lower() != default.lower():
-            option = name.lower().replace("transformer_cls", "transformer_layer_cls")
-            fsdp += [f"--{option}", value]
+    words = ["accelerate", "launch"]
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        words += ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")]
+        for name, default in FSDP_DEFAULTS.items():
+            if (value := os.environ.get(name, default)).lower() != default.lower():
+                words += [f"--{name.lower()}".replace("transformer_cls", "transformer_layer_cls")]
+                words += [value]
     processes = os.environ.get("WORLD_SIZE", "1")
     machines = int(processes) // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    several = ["--num_machines", str(machines)] if machines > 1 else []
-    return ["accelerate", "launch", *fsdp, *several, "--num_processes", processes]
+    words += ["--num_machines", str(machines)] if machines > 1 else []
+    return [*words, "--num_processes", processes]
 
 
 def _check_provenance(origin: dict) -> None:
@@ -287,13 +287,11 @@ def remove_run(folder: str | Path) -> None:
     for name in RUN_FILES:
         (Path(folder) / name).unlink(missing_ok=True)
     model = Path(folder) / "model"
-    for pattern in MODEL_FILES:
-        for path in model.glob(pattern):
-            path.unlink()
-    with contextlib.suppress(OSError):  # none there, or with files of somebody else
-        (model / "additional_chat_templates").rmdir()
-    if model.is_dir() and not model.is_symlink() and not any(model.iterdir()):
-        model.rmdir()
+    for path in [path for pattern in MODEL_FILES for path in model.glob(pattern)]:
+        path.unlink()
+    for path in (model / "additional_chat_templates", model):
+        with contextlib.suppress(OSError):  # absent, a link, or with files of somebody else
+            path.rmdir()
 
 
 def remove_unfinished(folder: str | Path) -> None:
@@ -316,19 +314,12 @@ def load_provenance(folder: str | Path) -> dict:
     path = Path(folder) / "provenance.json"
     try:
         origin = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _damaged(path, f"is not JSON: {error}") from None
-    if not isinstance(origin, dict):
-        kind = type(origin).__name__
-        raise _damaged(path, f"is no provenance: expected a JSON object, not {kind}")
-    if missing := ", ".join(field for field in PROVENANCE_FIELDS if field not in origin):
-        raise _damaged(path, f"has no {missing}")
-    starts = origin.get("starts", [])
-    if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
-        raise _damaged(path, f"has starts {starts!r}; expected a list of JSON objects")
-    # A file of an older version has none.
-    only = {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "date")}
-    return origin | {"starts": starts or [only]}
+        first = {field: origin[field] for field in PROVENANCE_FIELDS}
+        # Older versions wrote no starts.
+        starts = origin.get("starts") or [first | {"date": origin.get("date")}]
+        return origin | {"starts": [dict(start) for start in starts]}
+    except (ValueError, TypeError, KeyError) as error:
+        raise _damaged(path, f"is no provenance of a run: {error!r}") from None
 
 
 def _damaged(path: Path, problem: str) -> ValueError:
@@ -339,7 +330,7 @@ def load_log(path: str | Path) -> pd.DataFrame:
     """Read one run's log. Raises ValueError when it is not such a file, naming it."""
     try:
         log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
-    except (ValueError, UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+    except (ValueError, lzma.LZMAError, EOFError) as error:
         raise _damaged(path, f"is not a run's log: {error}") from None
     if (columns := list(log.columns)) != LOG_COLUMNS:
         raise _damaged(path, f"has the columns {columns}; a run's log has {LOG_COLUMNS}")
@@ -351,18 +342,17 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
 
     Raises FileNotFoundError or ValueError naming the file that is missing or not whole.
     """
-    folder, path = Path(folder), Path(folder) / "config.yaml"
+    folder = Path(folder)
+    if missing := missing_of_run(folder):
+        raise FileNotFoundError(f"{folder} is not a run: it has no {', '.join(missing)}")
+    path = folder / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        origin = load_provenance(folder)
-        log = load_log(log_path(folder))
-    except FileNotFoundError as error:
-        missing = Path(error.filename).name
-        raise FileNotFoundError(f"{folder} is not a run: it has no {missing}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise _damaged(path, f"is not YAML: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
+        raise _damaged(path, "is no configuration: expected lines of the form key: value")
+    origin, log = load_provenance(folder), load_log(log_path(folder))
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     if "teacher_sha256" in origin:
@@ -375,31 +365,31 @@ def load_runs(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Read every run below `folder` whose name fits `pattern`, or one of several between spaces.
 
-    Names are paths from `folder`, of which a pattern fits the end. Returns (runs, log): one row a
+    Names are paths from `folder`; a pattern has to fit their end. Returns (runs, log): one row a
     run with its configuration and provenance, and all logs as one tidy table with the column `run`
-    in front. Where there is no run, raises FileNotFoundError, or returns two tables without rows if
-    none is `required`.
+    in front. Without any run, raises FileNotFoundError if one is `required`, and else returns two
+    tables without rows.
     """
+    folder = Path(folder)
     try:
-        patterns = [f"{one}/config.yaml" for one in pattern.split()]
-        paths = {path for one in patterns for path in Path(folder).rglob(one)}
-        folders = sorted(one.parent for one in paths if one.with_name("provenance.json").is_file())
+        found = {path for one in pattern.split() for path in folder.rglob(f"{one}/config.yaml")}
     except (ValueError, NotImplementedError) as error:
         raise ValueError(
             f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}"
         ) from None
-    if not folders and required:
+    paths = sorted(path.parent for path in found if path.with_name("provenance.json").is_file())
+    if not paths and required:
         named = "" if pattern == "*" else f" that fits {pattern!r}"
         files = "config.yaml, provenance.json and log.csv"
         raise FileNotFoundError(f"no run{named} in {folder}: a run is a folder with {files}")
-    if not folders:
-        nothing = pd.DataFrame(columns=["run", "path", "complete", "device"])
-        return nothing.astype({"complete": bool}), pd.DataFrame(columns=["run", *LOG_COLUMNS])
-    runs = [load_run(path) for path in folders]
-    for path, (row, _) in zip(folders, runs, strict=True):
-        row["run"] = path.relative_to(folder).as_posix()
-    logs = [log.assign(run=row["run"])[["run", *LOG_COLUMNS]] for row, log in runs]
-    return pd.DataFrame([row for row, _ in runs]), pd.concat(logs, ignore_index=True)
+    if not paths:
+        runs = pd.DataFrame(columns=["run", "path", "complete", "device"])
+        return runs.astype({"complete": bool}), pd.DataFrame(columns=["run", *LOG_COLUMNS])
+    rows, logs = zip(*map(load_run, paths), strict=True)
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    runs = pd.DataFrame(rows).assign(run=names)
+    log = pd.concat([log.assign(run=name) for log, name in zip(logs, names, strict=True)])
+    return runs, log[["run", *LOG_COLUMNS]].reset_index(drop=True)
 
 
 def load_kept(folder: str | Path, ending: str) -> pd.DataFrame:

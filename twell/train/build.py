@@ -1,4 +1,4 @@
-"""The model of a configuration, how its layers are compiled, its optimiser, and how it is saved."""
+"""The parts of a run that follow from its configuration: model, optimiser, learning rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
 
 from twell.config import TrainConfig
 from twell.models import SparseLlamaForCausalLM, save
@@ -19,14 +19,14 @@ from twell.train.relufy import Student
 def build_model(
     config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device
 ) -> SparseLlamaForCausalLM | Student:
-    """Return a model with random weights, which depend on the random state alone, or a student.
+    """Return a model with random weights, or the student of a teacher that computes on `device`.
 
-    device: where a student's teacher computes.
+    Random weights depend on the random state only, not on the backend.
     """
     if config.teacher is not None:
         return Student.of(config, device)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    # The kernels store weights in an order of their own, and so would draw them in another order.
+    # The kernels' layout of the weights would draw them in another order.
     dense = dataclasses.replace(config, backend="dense")
     model = SparseLlamaForCausalLM(dense.model_config(**ends))
     model.set_ffn_backend(config.backend)
@@ -34,9 +34,9 @@ def build_model(
 
 
 def prepare_layers(
-    model: SparseLlamaForCausalLM, config: TrainConfig, sparse: SparseTraining
+    model: SparseLlamaForCausalLM | Student, config: TrainConfig, sparse: SparseTraining
 ) -> None:
-    """Compile the decoder layers, or let backward passes compute them again, as `config` says."""
+    """Compile the decoder layers, or recompute them in backward passes, as `config` says."""
     if config.compile:
         _compile_layers(model, config, sparse)
     elif config.checkpoint_activations:
@@ -46,14 +46,14 @@ def prepare_layers(
 
 
 def _compile_layers(
-    model: SparseLlamaForCausalLM, config: TrainConfig, sparse: SparseTraining
+    model: SparseLlamaForCausalLM | Student, config: TrainConfig, sparse: SparseTraining
 ) -> None:
     if sparse.active:
         sparse.allow_recompiling()
-    torch._dynamo.config.optimize_ddp = False  # it would cut the layers, which are pieces already
+    torch._dynamo.config.optimize_ddp = False  # it would split the compiled layers into buckets
     if isinstance(model, Student):
         model.compile_teacher()
-        # Code for teacher and student, with gradients, counters and silence, of several sizes:
+        # One code each for teacher and student, gradients, counters, silence and batch sizes.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
     for layer in model.model.layers:
         layer.compile(fullgraph=True)
@@ -86,17 +86,27 @@ def adamw(
     )
 
 
+def schedule(
+    optimizer: torch.optim.Optimizer, config: TrainConfig
+) -> torch.optim.lr_scheduler.LRScheduler:
+    """Return the schedule of the learning rate: linear warm-up, then cosine decay to zero.
+
+    Nothing else of a run depends on its shape; checkpoints keep its state.
+    """
+    return get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps)
+
+
 def save_model(
     model: SparseLlamaForCausalLM | Student,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     weights: dict[str, torch.Tensor],
 ) -> None:
-    """Write the trained model, a student's without its teacher."""
+    """Write the trained model; of a student and its teacher, the student."""
     if isinstance(model, Student):
         model, prefix = model.student, "student."
         weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
-    # A saved model does not say which backend trained it: kernels are not for fp32.
+    # A saved model is fp32, for which there are no kernels, whatever backend trained it.
     if hasattr(model.config, "ffn_backend"):
         model.config.ffn_backend = "dense"
     save(model, tokenizer, folder, state_dict=weights)

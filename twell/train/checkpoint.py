@@ -2,9 +2,9 @@
 
 A checkpoint is the folder `checkpoint-STEP`. Each process writes its share of the weights and of
 the optimiser to it, by `torch.distributed.checkpoint`. The main process writes `state.pt` last: a
-folder without it is unfinished. `state.pt` is the zip file of `torch.save`, and behind it the
-SHA-256 of this zip file, since the CRC-32 in a zip file do not cover its directory. It holds the
-SHA-256 of the folder's other files, size and SHA-256 of the log, and the run's configuration.
+folder without it is unfinished. `state.pt` is the zip file of `torch.save` followed by its SHA-256,
+since the checksums in a zip file do not cover its directory. It holds the SHA-256 of the folder's
+other files, size and SHA-256 of the log, and the run's configuration.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from twell import results
 
 STATE, TENSORS = "state.pt", (".metadata", "__*_*.distcp")
-FULL = 2**20  # bytes; a disk with fewer free has refused a checkpoint for want of space
-SEAL = b"\nsha256 "  # stands before the 64 digits
+FULL = 2**20  # bytes; a disk with fewer free counts as full
 
 
 class Checkpoints:
@@ -61,8 +60,8 @@ class Checkpoints:
             }
             buffer = io.BytesIO()
             torch.save(state, buffer)
-            buffer.write(SEAL + hashlib.sha256(buffer.getbuffer()).hexdigest().encode())
-            results.write_atomically(folder / STATE, buffer.getbuffer())
+            packed = buffer.getvalue()
+            results.write_atomically(folder / STATE, packed + _seal(packed))
         self.good = folder
 
     def read(self, say: Callable[[str], None]) -> dict:
@@ -105,20 +104,25 @@ class Checkpoints:
                 for pattern in (*TENSORS, ".metadata.tmp", f".{STATE}.*{results.UNFINISHED}"):
                     for file in path.glob(pattern):
                         file.unlink()
-                with contextlib.suppress(OSError):  # somebody's files are in it
+                with contextlib.suppress(OSError):  # it has files of somebody else
                     path.rmdir()
 
 
 def read(path: Path) -> dict:
     """Read a checkpoint's state. Raises ValueError, naming the file, when one is damaged."""
     file = path / STATE
-    if not _is_sealed(file):
+    data, size = file.read_bytes(), len(_seal(b""))
+    if data[-size:] != _seal(data[:-size]):
         raise ValueError(f"{file} is damaged or cut short")
-    state = torch.load(file, map_location="cpu", weights_only=True)
+    state = torch.load(io.BytesIO(data[:-size]), map_location="cpu", weights_only=True)
     for name, expected in state["files"].items():
         if not (path / name).is_file() or results.file_hash(path / name) != expected:
             raise ValueError(f"{path / name} is damaged or missing")
     return state
+
+
+def _seal(data: bytes) -> bytes:
+    return b"\nsha256 " + hashlib.sha256(data).hexdigest().encode()
 
 
 def check_log(path: Path, state: dict) -> None:
@@ -138,7 +142,7 @@ def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 
 
 def _transfer(transfer: Callable, tensors: dict, folder: Path, verb: str) -> None:
-    """Save or load with all processes, or alone: DCP warns then."""
+    """Save or load with all processes. DCP warns where there is only one."""
     try:
         with warnings.catch_warnings(action="ignore"):
             transfer(tensors, checkpoint_id=folder)
@@ -147,15 +151,5 @@ def _transfer(transfer: Callable, tensors: dict, folder: Path, verb: str) -> Non
         if isinstance(failure, KeyboardInterrupt):
             raise failure from None
         full = verb == "written" and shutil.disk_usage(folder.parent).free < FULL
-        reason = "no space is left on the disk" if full else failure  # torch does not say so
+        reason = "no space is left on the disk" if full else failure  # torch hides this reason
         raise OSError(f"{folder} could not be {verb}: {reason}") from None
-
-
-def _is_sealed(path: Path) -> bool:
-    """Return whether a file ends with the SHA-256 of the bytes before it."""
-    size, digest = path.stat().st_size - len(SEAL) - 64, hashlib.sha256()
-    with open(path, "rb") as file:
-        while size > 0 and (part := file.read(min(size, 2**24))):
-            digest.update(part)
-            size -= len(part)
-        return file.read() == SEAL + digest.hexdigest().encode()

@@ -1,11 +1,11 @@
-"""Dead neurons: which they are, and remedies.
+"""Dead neurons: which neurons are dead, and remedies.
 
 A neuron is *dead* when no token of a whole window activated it. The paper's window is one step of
-2^20 tokens. Ours is `dead_window_tokens`, carried across steps and checkpoints: at smaller steps
-most rare neurons would look dead. Targeted re-initialisation, one of the paper's two remedies,
-changes the dead neurons once a window; the other is an L1 warm-up (`l1_schedule`). Our own is to
-keep the output columns at one length (`balance`): otherwise smaller activations and longer columns
-lower the L1 term without any sparsity.
+2^20 tokens. Ours is `dead_window_tokens`, carried across steps and checkpoints: in one small step
+most rare neurons would look dead. The paper has two remedies: targeted re-initialisation changes
+the dead neurons once a window, and an L1 warm-up (`l1_schedule`) delays the L1 term. Our own is
+`balance`, which keeps the output columns at one length: otherwise smaller activations and longer
+columns lower the L1 term without any sparsity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DeadWindow:
 
     def __init__(self, num_layers: int, window_tokens: int):
         self.window_tokens = window_tokens
-        self.tokens, self.number = 0, 0  # of this window; windows that have ended
+        self.tokens, self.number = 0, 0  # tokens of this window, number of finished windows
         self.active: list[torch.Tensor | None] = [None] * num_layers
 
     def add(self, neuron_counts: list[torch.Tensor], tokens: int) -> list[torch.Tensor] | None:
@@ -33,9 +33,8 @@ class DeadWindow:
         The next call starts the next window.
         """
         self.tokens += tokens
-        now = [counts > 0 for counts in neuron_counts]
-        pairs = zip(self.active, now, strict=True)
-        self.active = [new if old is None else old | new for old, new in pairs]
+        pairs = zip(self.active, neuron_counts, strict=True)
+        self.active = [now > 0 if old is None else old | (now > 0) for old, now in pairs]
         if self.tokens < self.window_tokens:
             return None
         dead = [~active for active in self.active]
@@ -56,10 +55,10 @@ class DeadWindow:
 def reinitialize(
     model: SparseLlamaForCausalLM, dead: list[torch.Tensor], share: float, seed: list[int]
 ) -> None:
-    """Mix noise into the weights by which dead neurons fire: w <- (1 - share) w + share N(0, s^2).
+    """Mix noise into the gate weights of dead neurons: w <- (1 - share) w + share N(0, s^2).
 
-    `dead`: for each layer [N] bool; only these rows of the gate (non-gated: up) projection change.
-    The noise depends on `seed` alone, so all processes draw the same. Its standard deviation s is
+    dead: [N] bool for each layer; only these rows of the gate (non-gated: up) projection change.
+    The noise depends on `seed` only, so all processes draw the same. Its standard deviation s is
     the configuration's `initializer_range`, 0.02. Paper: App. C.3.
     """
     seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
@@ -68,8 +67,8 @@ def reinitialize(
     for ffn, rows in zip(sparse_ffns(model), dead, strict=True):
         weight = ffn.first.weight
         noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
-        # w + share * (noise - w) at the dead rows, as one product and one sum: works on sharded
-        # weights too.
+        # w + share * (noise - w) at the dead rows, as one product and one sum, which work on
+        # sharded weights too.
         shares = rows.cpu().to(noise.dtype)[:, None] * share
         weight.mul_(_placed(1 - shares, weight)).add_(_placed(shares * noise, weight))
 
@@ -79,10 +78,9 @@ def balance(model: SparseLlamaForCausalLM) -> None:
     """Bring the output columns (of down_proj) of all neurons to one length.
 
     The scale moves into the rows of up_proj. No layer's output changes, since act(x Wg) * (x Wu)
-    is proportional to the row of Wu (and ReLU to its input). The L1 term does: it then weighs |h|
-    by what a neuron adds to the residual stream. The length is that of a fresh column,
-    `initializer_range` sqrt(K). A column of zeros stays, and so do Adam's moments. Ours, not the
-    paper's.
+    is proportional to the row of Wu (and ReLU to its input). The L1 term changes: it then weighs
+    |h| by what a neuron adds to the residual stream. The length is that of a fresh column,
+    `initializer_range` sqrt(K). Columns of zeros and Adam's moments stay. Not in the paper.
     """
     _check_trained(model)
     for ffn in sparse_ffns(model):

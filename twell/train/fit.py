@@ -1,4 +1,4 @@
-"""The down projections of a student, fitted to the original before training by least squares.
+"""Fits a student's down projections to its teacher before training, by least squares.
 
 With ReLU in place of SiLU a layer has other activations h. Decoder layer after decoder layer, the
 down projection W becomes W + D with the D that minimises, over tokens of the training text,
@@ -6,8 +6,8 @@ down projection W becomes W + D with the D that minimises, over tokens of the tr
     sum |D h - e|^2 + RIDGE * mean(sum h_n^2) * |D|^2,    e = wanted - found,
 
 where `wanted` and `found` are the outputs of the decoder layer in the teacher and in the student,
-each after its own earlier layers: so a layer also makes up for what the earlier ones left. D has a
-closed form. Of a model pruned without training this is known; here gradients go on from it. Ours.
+each after its own earlier layers: so a layer also corrects the error of the earlier ones. D has a
+closed form, known from pruning without training. Here gradient descent follows. Ours.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def fit_down(
 ) -> Iterator[int]:
     """Fit a student's down projections in place; yield the number of each layer.
 
-    batches: token ids [B, S] of this process, all of one size, on the teacher's device. The hidden
-    states of all of them are there, of both models; a student elsewhere lends one layer at a time.
-    reduce: returns the sum of a tensor over processes, which all get the same weights. Raises
+    batches: token ids [B, S] of this process, all of one size, on the teacher's device. It holds
+    both models' hidden states of all batches; a student elsewhere moves there one layer at a time.
+    reduce: returns the sum of a tensor over processes, so that all get the same weights. Raises
     ValueError for a layer whose activations are not finite.
     """
     student.eval()
     teacher, device, home = student.teacher[0].base_model, batches[0].device, student.device
-    given = _arguments(teacher, batches[0])  # the student's layers take the same, but for `own`
+    given = _arguments(teacher, batches[0])  # `own` replaces some for the student's layers
     wanted = [teacher.get_input_embeddings()(ids) for ids in batches]
     embedding = student.model.get_input_embeddings()
     found = [embedding(ids.to(home)).to(device) for ids in batches]
@@ -46,7 +46,7 @@ def fit_down(
     models = teacher.layers, student.model.layers, student.ffns, given
     for number, (original, layer, ffn, named) in enumerate(zip(*models, strict=True)):
         layer.to(device)
-        seen: list[Tensor] = []  # what the feed-forward layer has read
+        seen: list[Tensor] = []  # the input of the feed-forward layer
         hook = ffn.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
         weight = ffn.down_proj.weight
         size, width = weight.shape
@@ -59,7 +59,7 @@ def fit_down(
             product.addmm_(h.T, error)
         hook.remove()
         weight += _solved(reduce(square), reduce(product), number).T.to(weight.dtype)
-        torch.clear_autocast_cache()  # of the weight as it was
+        torch.clear_autocast_cache()  # it holds the old weight
         for index, hidden in enumerate(found):
             found[index] = layer(hidden, **named | own)
         layer.to(home)
@@ -67,7 +67,7 @@ def fit_down(
 
 
 def _arguments(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
-    """Return what each decoder layer is given for `ids` beside the hidden states."""
+    """Return each decoder layer's arguments for `ids`, without the hidden states."""
     given: dict[nn.Module, dict[str, Any]] = {}
 
     def keep(layer: nn.Module, _: tuple, named: dict[str, Any]) -> None:
@@ -81,7 +81,7 @@ def _arguments(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
 
 
 def _solved(square: Tensor, product: Tensor, number: int) -> Tensor:
-    """Return D^T [N, K] of the sums h h^T [N, N] and h e^T [N, K]."""
+    """Return D^T [N, K] for the sums h h^T [N, N] and h e^T [N, K]."""
     square, product = square.double(), product.double()
     mean = square.diagonal().mean()
     if not (mean.isfinite() and product.isfinite().all()):

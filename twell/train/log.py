@@ -20,8 +20,8 @@ ACTIVITY = {
 class Log:
     """Appends tidy rows to a run's log.csv, each call's rows at once.
 
-    A resumed run gives the `size` in bytes from its checkpoint. Rows behind it, whole or not, are
-    removed: the run writes them again.
+    A resumed run gives the `size` in bytes from its checkpoint. Rows after it are removed, whole or
+    not: the run writes them again.
     """
 
     def __init__(self, path: Path, size: int | None = None):
@@ -40,7 +40,7 @@ class Log:
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]
             rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
         try:
-            # "a" would write a deleted log anew, without its head. The rows fit the buffer.
+            # Mode "a" would create a deleted log again, without its header.
             with open(self.path, "r+", encoding="utf-8", buffering=2**20) as file:
                 file.seek(0, os.SEEK_END)
                 csv.writer(file, lineterminator="\n").writerows(rows)

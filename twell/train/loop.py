@@ -1,15 +1,13 @@
-"""A run from its first step, or its checkpoint, to its last.
+"""A run, from its first step or its checkpoint to its last.
 
-A run is one folder (results.py lists its files). Where layers train sparsely, `SparseTraining`
-repeats a step whose buffers were too small, with the same text. A run that was killed at any
-moment resumes from its checkpoint as if it had not stopped.
+`results.py` lists the files of a run's folder. A run that was killed at any moment resumes from its
+checkpoint as if it had not stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import math
 import time
 from pathlib import Path
@@ -19,14 +17,13 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, send_to_device, set_seed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
-from transformers import get_cosine_schedule_with_warmup
 
 from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
-from twell.train.build import adamw, build_model, prepare_layers, save_model
+from twell.train.build import adamw, build_model, prepare_layers, save_model, schedule
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.fit import fit_down
@@ -36,8 +33,6 @@ from twell.train.samples import teacher_hash
 from twell.train.steer import Steering
 from twell.train.text import check_text, text_hashes
 from twell.train.validation import counters, evaluate, restore_counters
-
-SLOW = 60  # seconds until the first row of a log
 
 
 class Run:
@@ -70,53 +65,43 @@ class Run:
                 parameter.data = parameter.data.contiguous()
         optimizer = adamw(self.model, config, self.device)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.schedule = get_cosine_schedule_with_warmup(
-            self.optimizer.optimizer, config.warmup_steps, config.steps
-        )
+        self.schedule = schedule(self.optimizer.optimizer, config)
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
+        self.steering = Steering(config, self.model)
+
         taught = ["kl"] * bool(config.teacher) + ["hidden"] * bool(config.hidden_weight)
         self.losses = ["loss", "cross_entropy", "l1", *taught]
-        # Since the last row: sums of these and of the gradient norm; seconds before a resume.
+        # Since the last row: sums of the losses and the gradient norm, seconds before a resume.
         self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
-        self.steering = Steering(config, self.model)
-        self.active = 0.0  # neurons a token and layer, the mean of the last row
-        self.validating = 0.0  # seconds of the last validation
+        self.active = 0.0  # mean active neurons a token and layer, in the last row
 
     def fit(self) -> None:
         """Fit a student's down projections to the first `fit_tokens` tokens of the text."""
-        config, start = self.config, time.perf_counter()
-        said = start
+        config = self.config
         share = max(1, config.batch_tokens // config.context // self.world)
         micro = min(config.micro_batch or share, share)
-        numbers = math.ceil(config.fit_tokens / (config.context * micro * self.world))
-        firsts = [(number * self.world + self.rank) * micro for number in range(numbers)]
-        batches = [self.blocks.draw(range(first, first + micro)) for first in firsts]
-        batches = [tokens.to(self.device) for tokens in batches]
-        self.say(
-            f"{self.folder.name}  its down projections are fitted to {config.fit_tokens} tokens"
-        )
+        number = math.ceil(config.fit_tokens / (config.context * micro * self.world))
+        firsts = [(batch * self.world + self.rank) * micro for batch in range(number)]
+        tokens = [self.blocks.draw(range(first, first + micro)) for first in firsts]
+        self.say(f"{self.folder.name}  fits its down projections to {config.fit_tokens} tokens")
         with self.autocast():
-            for layer in fit_down(self.model, batches, self.accelerator.reduce):
-                spent = time.perf_counter() - start
-                if time.perf_counter() - said > SLOW / 2:
-                    left = spent / (layer + 1) * (config.num_layers - layer - 1)
-                    self.say(f"{self.folder.name}  layer {layer} is fitted, {left:.0f} s left")
-                    said = time.perf_counter()
+            batches = [ids.to(self.device) for ids in tokens]
+            list(fit_down(self.model, batches, self.accelerator.reduce))
         if config.balance_every:
             balance(self.model)
 
     def train(self) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
-        config, size, resume = self.config, None, self.resume
+        config, size = self.config, None
         self.done = 0
         if self.continues:
             check_text(self.folder, self.text)
             self.check_teacher()
             self.done, size = self.load_checkpoint()
-        elif resume:
+        elif self.resume:
             self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
         if self.main:
-            self.open_folder(resume, size)
+            self.open_folder(size)
 
         with Interrupt(self.main and not self.quiet) as interrupt:
             if not self.done:
@@ -124,10 +109,8 @@ class Run:
             self.restart_meters()
             self.since -= self.spent
             for step in range(self.done + 1, config.steps + 1):
-                last = step == config.steps
-                interrupt.ends = last
+                interrupt.last = last = step == config.steps
                 self.sums += self.step(step)
-                self.say_slow(step)
                 if last or step % config.log_every == 0:
                     self.record(step)
                 if last or step % config.valid_every == 0:
@@ -146,9 +129,9 @@ class Run:
                 "weights or config.json differ; put them back, or train a new run"
             )
 
-    def open_folder(self, resume: bool, log_size: int | None) -> None:
-        """Write configuration and provenance, open the log, and say what begins."""
-        starts = results.load_provenance(self.folder)["starts"] if resume else []
+    def open_folder(self, log_size: int | None) -> None:
+        """Write configuration and provenance, open the log, and print what begins."""
+        starts = results.load_provenance(self.folder)["starts"] if self.resume else []
         origin = results.provenance()
         self.origin = origin | {
             "parameters": self.parameters,
@@ -157,10 +140,10 @@ class Run:
             **({"teacher_sha256": self.teacher} if self.teacher else {}),
             "starts": [*starts, origin | {"step": self.done}],
         }
-        if resume:
+        if self.resume:
             results.remove_unfinished(self.folder)
         else:
-            results.remove_run(self.folder)  # not before all else has been checked
+            results.remove_run(self.folder)  # only now that all checks have passed
             self.checkpoints.remove()
         results.write_run(self.folder, dataclasses.asdict(self.config), self.origin)
         self.log = Log(self.folder / "log.csv", log_size)
@@ -190,11 +173,11 @@ class Run:
         first = (step - 1) * sequences
         batches = self.draw(range(first + self.rank, first + sequences, self.world))
         self.wrapped.train()
-        for _ in self.sparse.attempts():  # all have the same text
+        for _ in self.sparse.attempts():  # each has the same text
             self.optimizer.zero_grad()
             losses = self.accumulate(batches, totals)
         norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), config.max_grad_norm)
-        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # before the schedule goes on
+        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # before the schedule advances
         self.optimizer.step()
         if config.balance_every and step % config.balance_every == 0:
             balance(self.model)
@@ -234,19 +217,10 @@ class Run:
 
     # --- records
 
-    def say_slow(self, step: int) -> None:
-        """After the first step on a CPU say how long the run takes, where a row takes minutes."""
-        seconds, config = time.perf_counter() - self.since - self.spent, self.config
-        first = step == self.done + 1 and self.device.type == "cpu"
-        if first and config.log_every * seconds > SLOW:
-            left = datetime.timedelta(seconds=round(seconds * (config.steps - step)))
-            about = "at most" if config.compile else "about"  # the first step compiles
-            self.say(f"{self.folder.name}  step {step} took {seconds:.0f} s: {about} {left} left")
-
     def record(self, step: int) -> None:
         """Write the losses and the activity since the last row.
 
-        Where a window of dead neurons ends: also their share, and re-initialise them.
+        At the end of a window of dead neurons also write their share, and re-initialise them.
         """
         config = self.config
         steps = (step - 1) % config.log_every + 1  # since the last row
@@ -255,18 +229,12 @@ class Run:
         dead = self.window.add([neurons for neurons, _ in counts], tokens)
         *losses, norm = (self.sums / steps).tolist()
         self.sums.zero_()
-        losses = dict(zip(self.losses, losses, strict=True))
-        self.check_finite("loss", losses["loss"], step)
-        values = (
-            losses
-            | {
-                "lr": self.learning_rate,
-                "grad_norm": norm,
-                "tokens_per_second": tokens / (time.perf_counter() - self.since),
-            }
-            | activity_columns([summarize_activity(*pair) for pair in counts])
-        )
-        del values["dead_fraction"]  # of these steps alone; the log has that of a whole window
+        values = dict(zip(self.losses, losses, strict=True))
+        self.check_finite("loss", values["loss"], step)
+        speed = tokens / (time.perf_counter() - self.since)
+        values |= {"lr": self.learning_rate, "grad_norm": norm, "tokens_per_second": speed}
+        values |= activity_columns([summarize_activity(*pair) for pair in counts])
+        del values["dead_fraction"]  # of these steps only; the log has that of a whole window
         if self.sparse.active:
             summary = self.sparse.summary()
             values |= {name: summary[name] for name in ("sparse_layers", "repeated_steps")}
@@ -276,54 +244,47 @@ class Run:
             values["dead_fraction"] = [float(layer.double().mean()) for layer in dead]
             if config.reinit:
                 reinitialize(self.model, dead, config.reinit, [config.seed, self.window.number])
-
-        self.active = active = sum(values["active_mean"]) / config.num_layers
+        self.active = sum(values["active_mean"]) / config.num_layers
         if config.active_share:
             values[self.steering.name] = self.steering.value
-        validations = -(-config.steps // config.valid_every) - step // config.valid_every
-        left = config.batch_tokens * (config.steps - step) / values["tokens_per_second"]
-        minutes, seconds = divmod(int(left + validations * self.validating), 60)
+
+        minutes, seconds = divmod(int(config.batch_tokens * (config.steps - step) / speed), 60)
+        kl = f"KL {values['kl']:.4f}  " if "kl" in values else ""
         self.write(
             step,
             "train",
             values,
-            f"cross-entropy {losses['cross_entropy']:.3f}  "
-            + (f"KL {losses['kl']:.4f}  " if "kl" in losses else "")
-            + f"active {active:.1f} of {config.intermediate_size}  "
-            f"{values['tokens_per_second']:,.0f} tokens/s  "
-            f"{minutes}:{seconds:02d} left",
+            f"cross-entropy {values['cross_entropy']:.3f}  {kl}"
+            f"active {self.active:.1f} of {config.intermediate_size}  "
+            f"{speed:,.0f} tokens/s  {minutes}:{seconds:02d} left",
         )
 
     def validate(self, step: int) -> None:
         """Write the validation loss and activity, after the last step also the silenced loss."""
-        start = time.perf_counter()
-        # All processes evaluate the same: with sharded weights every forward pass needs all.
+        # Every process evaluates everything: with sharded weights each forward pass needs all.
         with self.autocast():
             result = evaluate(self.model, self.valid_blocks)
-        loss = result["cross_entropy"]
-        self.check_finite("validation loss", loss, step)  # the last step may be the one
-        values = {name: result[name] for name in result if name != "layers"}
-        values |= activity_columns(result["layers"])
+        layers = result.pop("layers")
+        values = result | activity_columns(layers)
+        self.check_finite("validation loss", values["cross_entropy"], step)
         if step == self.config.steps:
             with silence(self.model), self.autocast():
                 silenced = evaluate(self.model, self.valid_blocks)
             values["cross_entropy_silenced"] = silenced["cross_entropy"]
-            missed = self.config.active_share and self.steering.missed(values["active_mean"])
-            if missed:
+            if missed := self.steering.missed(values["active_mean"]):
                 self.say(f"{self.folder.name}  {missed}")
-        self.validating = time.perf_counter() - start
-        kl = f"  KL {result['kl']:.4f}" if "kl" in result else ""
-        self.write(step, "valid", values, f"validation {loss:.3f}{kl}")
+        kl = f"  KL {values['kl']:.4f}" if "kl" in values else ""
+        self.write(step, "valid", values, f"validation {values['cross_entropy']:.3f}{kl}")
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
-        """Write rows of the log and print a line; speed is then measured from now."""
+        """Write rows of the log, print a line, and measure speed from now on."""
         if self.main:
             self.log.write(step, step * self.config.batch_tokens, split, values)
         self.say(f"{self.folder.name}  step {step}/{self.config.steps}  {line}")
         self.restart_meters()
 
     def check_finite(self, name: str, loss: float, step: int) -> None:
-        """Raise FloatingPointError, with the fields that can make a run diverge."""
+        """Raise FloatingPointError, naming the fields that can make a run diverge."""
         if math.isfinite(loss):
             return
         names = "learning_rate", "l1_coefficient", "weight_decay"
@@ -334,7 +295,7 @@ class Run:
         )
 
     def restart_meters(self) -> None:
-        """Measure speed and memory from now: logged ones are of training alone."""
+        """Measure speed and memory from now on: the log has those of training only."""
         self.since = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -343,7 +304,7 @@ class Run:
         if self.main and not self.quiet:
             print(line, flush=True)
 
-    # --- stopping and going on
+    # --- stopping and resuming
 
     def keep(self, step: int, pressed: bool) -> None:
         """Write a checkpoint where one is due. Raises KeyboardInterrupt after Ctrl-C."""
@@ -351,9 +312,8 @@ class Run:
         if self.world > 1:  # processes agree at steps that write a row
             stop = False
             if step % config.log_every == 0:
-                stop = bool(
-                    self.accelerator.reduce(torch.tensor(float(pressed), device=self.device))
-                )
+                ours = torch.tensor(float(pressed), device=self.device)
+                stop = bool(self.accelerator.reduce(ours))
         if stop or (config.checkpoint_every and step % config.checkpoint_every == 0):
             self.save_checkpoint(step)
             self.restart_meters()
@@ -364,7 +324,7 @@ class Run:
             )
 
     def save_checkpoint(self, step: int) -> None:
-        """Write a checkpoint: all that the later steps and rows depend on."""
+        """Write a checkpoint: everything that the later steps and rows depend on."""
         state = {
             "step": step,  # and so the place in the text
             "config": dataclasses.asdict(self.config),
@@ -375,10 +335,13 @@ class Run:
             "streams": gather_object([self.blocks.state()]),
             **self.steering.state(),
         }
-        if step % self.config.log_every:  # one process alone stops between two rows
+        if step % self.config.log_every:  # a single process may stop between two rows
             seconds = time.perf_counter() - self.since
-            row = {"sums": self.sums, "counters": counters(self.model), "seconds": seconds}
-            state["row"] = row
+            state["row"] = {
+                "sums": self.sums,
+                "counters": counters(self.model),
+                "seconds": seconds,
+            }
         self.checkpoints.write(state, self.wrapped, self.optimizer.optimizer)
 
     def load_checkpoint(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""What a teacher is, by its files, and the text that it writes. Ours."""
+"""The hash of a teacher's files, and the text that a teacher writes. Ours."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from twell.config import TrainConfig, cache_folder
 from twell.corpus.tokens import beginning, encode
 from twell.models.loading import load_stock, resolve, stock_config
 
-# Tokens of a text at most, texts of a batch on a CPU, and the temperature: fewer rare tokens than
-# at 1, after which a small model may go astray.
-WRITTEN, SAMPLED, TEMPERATURE = 512, 64, 0.8
+WRITTEN = 512  # tokens of a text at most
+SAMPLED = 64  # texts of a batch on a CPU
 MOST_SAMPLED = 2048  # texts of a batch on a GPU; their keys and values take a third of its memory
+TEMPERATURE = 0.8  # fewer rare tokens than at 1, after which a small model may go astray
 WRITER_FILES = "generation_config.json tokenizer.json tokenizer_config.json"  # decide texts too
-MARK = "\ue000"  # of private use: in no template
-TIMED = 8  # tokens that a batch writes first, to say how long it will take
+MARK = "\ue000"  # a character of private use, which no template has
 
 
 def teacher_hash(name: str | Path, others: str = "") -> str:
@@ -52,11 +51,11 @@ def write_samples(
 ) -> Path:
     """Let the teacher write `sampled_tokens`; return the file, a document a line, in the cache.
 
-    An interrupted call goes on where it stopped: every batch has a seed of its own. How many texts
-    a batch has, and so what they say, depends on the device; the name of the file does not.
+    An interrupted call goes on where it stopped: every batch has its own seed. The device decides
+    how many texts a batch has, and so their words; the name of the file does not tell it.
     """
     device = torch.device("cpu")
-    if torch.cuda.is_available():  # of several processes any may be the one that writes
+    if torch.cuda.is_available():  # any rank may be the one that writes
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     length = min(WRITTEN, config.context)
     number = math.ceil(config.sampled_tokens / length)
@@ -81,12 +80,8 @@ def write_samples(
         lines = part.read_text(encoding="utf-8").split("\n")[:-1] if part.is_file() else []
         written = len(lines) // size
         results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * size]))
-
-        start = time.perf_counter()
-        _write(model, tokenizer, size, TIMED, first)
-        seconds = (time.perf_counter() - start) / TIMED * length * (batches - written)
         texts = f"{number - written * size} texts of up to {length} tokens"
-        say(f"the teacher writes {texts}, in about {_clock(seconds)} or more: {path}")
+        say(f"the teacher writes {texts}: {path}")
         start = time.perf_counter()
         for batch in range(written, batches):
             torch.manual_seed(batch)
@@ -96,17 +91,17 @@ def write_samples(
             with open(part, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": header + text}) + "\n" for text in texts)
             pace = (time.perf_counter() - start) / (batch + 1 - written)
-            left = _clock(pace * (batches - batch - 1))
+            left = datetime.timedelta(seconds=round(pace * (batches - batch - 1)))
             say(f"{batch + 1} of {batches} batches of texts, {left} left")
         part.rename(path)
         del model
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # before training
+            torch.cuda.empty_cache()  # for the training that follows
     return path
 
 
 def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) -> int:
-    """Return how many texts a model writes in one batch; on a GPU its memory decides."""
+    """Return the number of texts in a batch; on a GPU its memory decides."""
     if device.type == "cpu":
         return SAMPLED
     heads = config.num_attention_heads
@@ -118,21 +113,18 @@ def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) 
 
 
 def chat_header(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return what the chat template puts before the words of a first user.
+    """Return the text that the chat template puts before the words of a first user.
 
-    Without a begin-of-text token where the tokenizer puts one before every text anyway. Raises
-    ValueError where there is no template, or it changes these words.
+    It has no begin-of-text token where the tokenizer puts one before every text. Raises ValueError
+    where there is no template, or no such header.
     """
-    if not tokenizer.chat_template:
-        raise ValueError(
-            "sampled_chat is true, and the tokenizer of the teacher has no chat template: "
-            "leave sampled_chat out"
-        )
-    first = [{"role": "user", "content": MARK}]
-    header, mark, _ = tokenizer.apply_chat_template(first, tokenize=False).partition(MARK)
+    header = mark = ""
+    if tokenizer.chat_template:
+        first = [{"role": "user", "content": MARK}]
+        header, mark, _ = tokenizer.apply_chat_template(first, tokenize=False).partition(MARK)
     if not (header and mark):
         raise ValueError(
-            "sampled_chat is true, and the chat template of the teacher has no header before a "
+            "sampled_chat is true, and the teacher has no chat template with a header before a "
             "user's words: leave sampled_chat out"
         )
     return header.removeprefix(tokenizer.bos_token) if beginning(tokenizer) else header
@@ -154,21 +146,17 @@ def _write(
     first: list[int],
     ends: bool = True,
 ) -> Tensor:
-    """Return the ids of texts that a model writes after `first`, without these.
+    """Return the ids of texts that a model writes after `first`, without `first`.
 
-    They are drawn from its probabilities at TEMPERATURE. ends: a text ends with an end-of-text
-    token. In a conversation this token ends a turn only: the model writes on, for both sides.
+    They are drawn from its probabilities at TEMPERATURE. ends: an end-of-text token ends a text. In
+    a conversation this token only ends a turn: the model writes on, for both sides.
     """
     end = tokenizer.eos_token_id
     own = model.generation_config.eos_token_id  # may be several
     stops = (end if own is None else own) if ends else None
-    # The model's own settings may prefer some tokens, as a repetition penalty does.
+    # Drop settings of the model that change its probabilities, such as a repetition penalty.
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=end)
     ids = torch.tensor(size * [first], device=model.device)
     options = {"do_sample": True, "top_k": 0, "temperature": TEMPERATURE, "max_new_tokens": tokens}
-    # Without a mask a first token that is also the padding would be hidden.
+    # Without this mask, a first token that equals the padding would be masked.
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, len(first) :]
-
-
-def _clock(seconds: float) -> str:
-    return str(datetime.timedelta(seconds=round(seconds)))

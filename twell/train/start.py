@@ -1,4 +1,4 @@
-"""How a training starts: in a folder that is free, by one process at a time, with a fit step."""
+"""How a training starts: in a folder that is free, in one process at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from twell.train import lock
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
 
-FIT_NEEDS = 4  # tokens for each neuron
-
 
 def train(
     config: TrainConfig,
@@ -34,7 +32,7 @@ def train(
     Args:
         overwrite: replace a run: its files are deleted by their names, all others stay.
         resume: go on from the run's checkpoint (from the beginning where it has none yet), exactly
-            as if it had not stopped; of a complete run only left-over checkpoints are removed.
+            as if it had not stopped. A complete run only loses left-over checkpoints.
         quiet: print nothing.
 
     Ctrl-C ends the training after the current step, with a checkpoint; a second one ends it at
@@ -45,16 +43,16 @@ def train(
     """
     folder = Path(folder)
     _check_options(config, folder, overwrite, resume)
-    _check_samples(config)
     _check_memory(config)
     if wrap_layers() and not quiet:
         print("no --fsdp_auto_wrap_policy is given: FSDP takes TRANSFORMER_BASED_WRAP", flush=True)
-    # The buffers are constant. autocast is ours: Accelerate's cannot change within a process.
+    # The buffers are constant. We use our own autocast: Accelerate fixes its own per process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
+    main = accelerator.is_main_process
     with contextlib.ExitStack() as stack:
         refusal = None
-        if accelerator.is_main_process:
+        if main:
             try:
                 stack.enter_context(lock.hold(folder))
             except OSError as error:
@@ -65,10 +63,10 @@ def train(
         state = results.run_state(folder)
         accelerator.wait_for_everyone()  # every process looks before the first one writes
         _check_state(folder, state, resume, overwrite)
-        if resume and (folder / "config.yaml").is_file():
-            config = _as_begun(config, folder, quiet or not accelerator.is_main_process)
+        if resume:
+            config = _as_begun(config, folder, quiet or not main)
         if resume and results.load_provenance(folder).get("complete"):
-            if accelerator.is_main_process:  # a kill may have come just before the end of this
+            if main:  # the process may have been killed while it removed these
                 results.remove_unfinished(folder)
                 Checkpoints(folder).remove()
             return folder
@@ -78,12 +76,15 @@ def train(
 
 
 def _as_begun(config: TrainConfig, folder: Path, quiet: bool) -> TrainConfig:
-    """Return the configuration without what the version that began the run did not know.
+    """Reset the fields that the version that began the run did not have.
 
-    Raises ValueError for another one than the run's.
+    Raises ValueError for another configuration than the run's.
     """
-    before = vars(TrainConfig.load(folder / "config.yaml"))
-    written = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    path = folder / "config.yaml"
+    if not path.is_file():
+        return config
+    before = vars(TrainConfig.load(path))
+    written = yaml.safe_load(path.read_text(encoding="utf-8"))
     later = {name: value for name, value in before.items() if name not in written}
     unused = ", ".join(name for name in later if vars(config)[name] != later[name])
     if unused and not quiet:
@@ -98,7 +99,7 @@ def wrap_layers() -> bool:
     """Let FSDP gather one decoder layer at a time where the launcher got no wrap policy.
 
     Accelerate would gather all layers at once and keep them until the backward pass is over.
-    Returns whether this process is to say so.
+    Returns True on the rank that prints this.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
         return False
@@ -117,51 +118,24 @@ def check_folder(
 
 
 def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: bool) -> None:
-    """Refuse what no run in the folder could do."""
+    """Refuse options that no folder of a run suits."""
     if resume and overwrite:
         raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         kind = "a file" if folder.exists() else "a link to nothing"
         raise FileExistsError(f"{folder} is {kind}; a run is a folder")
-    if config.fit_tokens and not config.teacher:
-        raise ValueError(
-            f"fit_tokens is {config.fit_tokens}; only `twell relufy` has a teacher to be fitted to"
-        )
-    if config.hidden_weight and not config.teacher:
-        raise ValueError(
-            f"hidden_weight is {config.hidden_weight}; only `twell relufy` has a teacher, whose "
-            "hidden states are to be met"
-        )
-    if 0 < config.fit_tokens < (least := FIT_NEEDS * config.intermediate_size):
-        raise ValueError(
-            f"fit_tokens is {config.fit_tokens}; fewer than {least}, {FIT_NEEDS} for each neuron "
-            "of a layer, may do harm; raise it, or set it to 0 for no fit"
-        )
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"the teacher {teacher} is in {folder}; give the run another folder")
-
-
-def _check_samples(config: TrainConfig) -> None:
-    """Refuse a share of the text that nothing wrote, or that a stream cannot mix."""
-    given = f"sampled_share is {config.sampled_share}, and samples {config.samples!r}"
-    if bool(config.sampled_share) != (config.samples is not None):
-        raise ValueError(f"{given}; only `twell relufy` has a teacher, which writes them")
-    if config.sampled_chat and not config.teacher:
-        raise ValueError(
-            "sampled_chat is true; only `twell relufy` has a teacher, which writes text"
-        )
-    if config.samples and config.source.startswith("hf:"):
-        raise ValueError(f"{given}; of a stream, such as {config.source}, no share is sampled")
 
 
 def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> None:
     """Refuse a folder whose `results.run_state` does not suit the options."""
     if state == "else":
         missing = ", ".join(results.missing_of_run(folder))
-        remedy = "put back a copy of it" if resume else "choose another folder"
         raise FileExistsError(
-            f"{folder} is no run (it has no {missing}), so it is left alone: {remedy}"
+            f"{folder} is no run (it has no {missing}), so it is left alone: put back a copy of "
+            "these files, or choose another folder"
         )
     if state == "nothing" and resume:
         raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
@@ -172,7 +146,7 @@ def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> Non
 
 
 def _check_memory(config: TrainConfig) -> None:
-    """Refuse a model whose weights exceed this machine's memory: building it halts the machine."""
+    """Refuse weights that exceed this machine's memory: allocating them can halt it."""
     projections = (3 if config.gated else 2) * config.intermediate_size + 4 * config.hidden_size
     weights = config.hidden_size * (config.vocab_size + config.num_layers * projections)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -194,6 +168,6 @@ def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
     micro = config.micro_batch or most
     if sharded and math.ceil(least / micro) != math.ceil(most / micro):
         raise ValueError(
-            f"{step}, and with micro_batch {micro} some of them have one forward pass more, "
-            "which FSDP does not allow; make batch_tokens a multiple of context times processes"
+            f"{step}: with micro_batch {micro} some have one more forward pass, which FSDP does "
+            "not allow; make batch_tokens a multiple of context times processes"
         )

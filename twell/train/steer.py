@@ -1,8 +1,8 @@
-"""What brings activity to the wanted share: the L1 coefficient, or else the threshold.
+"""Steers activity to the wanted share: by the L1 coefficient, or else by the threshold.
 
-Without an L1 term it is the threshold. Activity follows the coefficient slowly, which changes by a
-factor after each stage of `l1_stage_steps`. It follows the threshold at once, which changes with
-each row of the log: while activity falls by itself, a stage would be late. Ours.
+Activity follows the coefficient slowly, so the coefficient changes after stages of
+`l1_stage_steps`. Without an L1 term the threshold is steered. Activity follows it at once, so it
+changes with each row of the log: activity also falls by itself. Ours.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import nn
 
 from twell.config import TrainConfig
 
-AIM = 0.98  # of the wanted share, to end at
-FEW = 0.8  # of the wanted share; fewer active neurons at the end are worth a word
-MOST = 3  # factors `l1_growth` of a change
-# Of the coefficient: the ratio to the aim that changes it by one factor, in how many stages too few
-# active neurons may come back by themselves, and the least over the configured one.
-AWAY, BACK, LEAST = 1.25, 5, 1e-3
-HALF = 0.5  # of the neurons are above a threshold of 0, about
+AIM = 0.98  # of the wanted share
+FEW = 0.8  # of the wanted share; a run that ends below it says so
+MOST = 3  # a change has at most this power of `l1_growth`
+AWAY = 1.25  # ratio of activity to the aim that changes the coefficient by `l1_growth`
+BACK = 5  # stages in which activity may return to the aim by itself
+LEAST = 1e-3  # of the configured coefficient
+HALF = 0.5  # of the neurons are above a threshold of 0, approximately
 
 
 class Steering:
-    """The coefficient or threshold of a run of `active_share`; of another run it stays.
+    """The L1 coefficient or threshold of a run, constant without an `active_share`.
 
-    name: the field of the configuration that is changed. factor: by how much, so far.
+    name: the field of the configuration that changes. factor: its present ratio to that field.
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module):
@@ -40,30 +40,32 @@ class Steering:
         return getattr(self.config, self.name) * self.factor
 
     def after(self, step: int, active: float) -> None:
-        """Change the value if its period ends with this step. active: the mean since the last row.
+        """Change the value if its stage ends with this step.
 
-        Nothing changes before the L1 term would act in full, and after the last step.
+        active: mean active neurons a token and layer since the last row. Nothing changes before the
+        L1 term acts in full, and after the last step.
         """
         config = self.config
-        begins = step > config.l1_zero_steps + config.l1_warmup_steps
-        by_l1 = self.name == "l1_coefficient"
-        if not (config.active_share and begins) or step % config.steering_steps:
+        begun = step > config.l1_zero_steps + config.l1_warmup_steps
+        if not (config.active_share and begun) or step % config.steering_steps:
             return
         share = active / config.intermediate_size
         if step < config.steps:
-            stages = (config.steps - step) // config.l1_stage_steps  # still to come
-            change = self.of_coefficient(share, stages) if by_l1 else self.of_threshold(share)
-            self.factor = max(self.factor * change, LEAST if by_l1 else 0.0)
+            if self.name == "threshold":
+                self.factor *= self.of_threshold(share)
+            else:
+                stages = (config.steps - step) // config.l1_stage_steps  # still to come
+                self.factor = max(self.factor * self.of_coefficient(share, stages), LEAST)
             self.apply()
         self.share = share
 
     def of_coefficient(self, share: float, stages: int) -> float:
         """Return the factor of the L1 coefficient after a stage with a share of active neurons.
 
-        It rises if too many neurons are active, and will be if their share changes in the next
-        stage as it did in this one. It falls if too few are, and will be in BACK stages, or in
-        those that are left. A share AWAY times the wanted one changes it by `l1_growth`, one
-        further off by more.
+        It rises if too many neurons are active, and if the change of the last stage would leave too
+        many after the next. It falls if too few are active, and if this change would leave too few
+        after BACK stages, or after the stages that are left. An expected share of AWAY times the
+        aim changes it by `l1_growth`, one further off by more.
         """
         change = 0.0 if self.share is None else share - self.share
         aim = AIM * self.config.active_share
@@ -76,30 +78,30 @@ class Steering:
     def of_threshold(self, share: float) -> float:
         """Return the factor of the threshold after a row with a share of active neurons.
 
-        The share is taken to fall exponentially with the threshold, from HALF at 0.
+        The model: the share falls exponentially with the threshold, from HALF at 0.
         """
         most = self.config.l1_growth**MOST
         aim, share = AIM * self.config.active_share, min(max(share, 1e-9), 0.999 * HALF)
         return min(max(math.log(aim / HALF) / math.log(share / HALF), 1 / most), most)
 
     def apply(self) -> None:
-        """Give a threshold to the layers, and to the configuration that is saved."""
+        """Set a steered threshold in the layers, and in the configuration that is saved."""
         if self.name == "threshold" and self.config.active_share:
             self.model.config.activation_threshold = self.value
             for ffn in self.model.ffns:
                 ffn.act = dataclasses.replace(ffn.act, threshold=self.value)
 
     def missed(self, active: list[float]) -> str | None:
-        """Return what to say where another share is active in the end. active: of each layer."""
-        config = self.config
-        share = sum(active) / (config.num_layers * config.intermediate_size)
-        if share > 1.01 * config.active_share:  # nearer, it would print the wanted share
+        """Return a line if the run ended away from its share. active: neurons of each layer."""
+        wanted = self.config.active_share
+        share = sum(active) / len(active) / self.config.intermediate_size
+        if wanted and share > 1.01 * wanted:  # nearer, both would print as the same number
             remedy = f"raise tokens, {self.name} or l1_growth"
-        elif share < FEW * config.active_share:
+        elif share < FEW * wanted:
             remedy = f"lower {self.name}, with which it began, or raise tokens"
         else:
             return None
-        return f"{share:.1%} of the neurons are active, not {config.active_share:.1%}: {remedy}"
+        return f"{share:.1%} of the neurons are active, not {wanted:.1%}: {remedy}"
 
     def state(self) -> dict:
         return {"l1_factor": self.factor, "share": self.share}

@@ -1,4 +1,4 @@
-"""The text of a run, as tokens. It must not change under the run."""
+"""The text of a run, as tokens. It must not change while the run lasts, or between its parts."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from transformers import PreTrainedTokenizerFast
 from twell import corpus, results
 from twell.config import TrainConfig
 
-Text = tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]
-
 
 def text_hashes(
     config: TrainConfig, blocks: corpus.Blocks | corpus.Stream, valid: corpus.Blocks
 ) -> dict[str, str]:
     """Return the SHA-256 of a run's validation tokens and, unless streamed, training tokens."""
-    tokens = {"validation": valid.tokens[: config.valid_tokens]}
+    hashes = {"validation": _sha256(valid.tokens[: config.valid_tokens])}
     if isinstance(blocks, corpus.Blocks):
-        tokens["training"] = blocks.tokens
-    return {
-        part: hashlib.sha256(np.ascontiguousarray(array)).hexdigest()
-        for part, array in tokens.items()
-    }
+        hashes["training"] = _sha256(blocks.tokens)
+    return hashes
 
 
-def run_text(run: str | Path, valid_tokens: int | None = None) -> Text:
+def _sha256(tokens: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
+
+
+def run_text(
+    run: str | Path, valid_tokens: int | None = None
+) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]:
     """Return a run's tokenizer, training blocks and validation blocks.
 
-    valid_tokens: take so many validation tokens instead of the run's own number. Raises ValueError
-    when the text has changed since the run started.
+    valid_tokens: the number of validation tokens, instead of the run's own. Raises ValueError when
+    the validation text has changed since the run started; the training tokens are not read.
     """
     config = TrainConfig.load(Path(run) / "config.yaml")
     number = config.valid_tokens if valid_tokens is None else valid_tokens
     tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
-    check_text(run, text_hashes(config, blocks, valid))
+    check_text(run, {"validation": _sha256(valid.tokens[: config.valid_tokens])})
     return tokenizer, blocks, valid
 
 

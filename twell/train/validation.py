@@ -15,8 +15,8 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: Blocks, batch: int
     """Return the mean cross-entropy (nats per predicted token) and each layer's activity.
 
     Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
-    blocks; of a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own counters
-    keep their values.
+    blocks; for a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own
+    counters keep their values.
     """
     training, before = model.training, [ffn.stats.counters for ffn in model.ffns]
     model.eval()
