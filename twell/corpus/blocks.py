@@ -1,4 +1,4 @@
-"""Blocks of tokens, in an order that is a function of seed and number, or of a stream's reader."""
+"""Blocks of tokens: drawn from an array in an order that a seed fixes, or read from a stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from twell.corpus.tokens import encode
 
 
 class Blocks:
-    """A token array cut into blocks of `context` tokens, drawn in an order that the seed fixes.
+    """An array of tokens cut into blocks of `context` tokens, in an order that the seed fixes.
 
     Draw number i (0, 1, 2, ...) is block permutation_e[i - e * len] of epoch e = i // len; every
     epoch has its own permutation. `seed=None` keeps the order of the text. Raises ValueError when
@@ -38,7 +38,7 @@ class Blocks:
         return torch.from_numpy(blocks.astype(np.int64))
 
     def state(self) -> dict:
-        """Return nothing: the number of a draw is its place in the text."""
+        """Return an empty state: the number of a draw is its place in the text."""
         return {}
 
     def restore(self, state: dict) -> None:
@@ -57,10 +57,10 @@ class Blocks:
 class Stream:
     """Blocks of `context` tokens from a streamed data set; each process reads its own share.
 
-    source: "hf:NAME[:CONFIG]", its split "train". The first documents, of `valid_tokens` tokens,
-    are held out in `valid` (1-D array). After its last document the stream starts again.
-    parse_special: see `encode`. Raises ValueError or FileNotFoundError, naming the source, when it
-    cannot be read or has no column "text".
+    source: "hf:NAME[:CONFIG]", of which the split "train" is read. The first documents, with
+    `valid_tokens` tokens, are held out in `valid` (1-D array). After its last document the stream
+    starts again. parse_special: see `encode`. Raises ValueError or FileNotFoundError, naming the
+    source, when it cannot be read or has no column "text".
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Stream:
         name, _, part = source.removeprefix("hf:").partition(":")
         try:
             stream = datasets.load_dataset(name, part or None, split="train", streaming=True)
-        except Exception as error:  # no such name, no network, no access: the hub has a dozen kinds
+        except Exception as error:  # the hub has a dozen kinds: no such name, no network, ...
             reason = str(error).splitlines()[0]
             raise FileNotFoundError(f"no data set {name!r} for {source}: {reason}") from None
 
@@ -122,7 +122,7 @@ class Stream:
         size = len(list(numbers)) * self.context
         while len(self.rest) < size:
             tokens = next(self.reader, None)
-            if tokens is None:  # start again, and not where a restored stream went on
+            if tokens is None:  # start at the first document, also after a restore
                 self.stream = self.begin()
                 self.reader = self._encoded(self.stream)
                 tokens = next(self.reader)
@@ -136,6 +136,6 @@ class Stream:
 
     def restore(self, state: dict) -> None:
         """Continue at `state`, of the same source and number of processes."""
-        self.stream.load_state_dict(state["place"])  # its own state is the beginning meanwhile
+        self.stream.load_state_dict(state["place"])  # has no effect until a document is read
         self.place = state["place"]
         self.reader, self.rest = self._encoded(self.stream), list(state["rest"])

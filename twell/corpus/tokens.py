@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from twell.corpus.sources import HOLD_OUT_EVERY, NO_SOTU, source_files, split
+from twell.corpus.sources import NO_SOTU, source_files, split
 
 END_OF_TEXT = "<|endoftext|>"
 ENCODED_TOGETHER = 256  # documents
@@ -61,9 +61,8 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except ImportError:
         raise
-    except Exception as error:  # none there, or damaged files: a dozen kinds
-        known = isinstance(error, OSError)
-        reason = str(error).splitlines()[0] if known else f"{type(error).__name__}: {error}"
+    except Exception as error:  # transformers has a dozen kinds: no such name, damaged files, ...
+        reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"no tokenizer at {name}: {' '.join(reason.split())}") from None
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
     if entries > vocab_size:
@@ -77,9 +76,9 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
     if not tokenizer.is_fast:
         raise ValueError(
             f"the tokenizer {name} has no tokenizer.json; "
-            "only those of the library tokenizers are read"
+            "only tokenizers of the library tokenizers are read"
         )
-    tokenizer.backend_tokenizer.no_truncation()  # a fine-tuning may have stored these
+    tokenizer.backend_tokenizer.no_truncation()  # files may have settings of a fine-tuning
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
 
@@ -87,20 +86,17 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, *, parse_special: bool = False
 ) -> list[int]:
-    """Return a text's token ids, after what the tokenizer begins every text with.
-
-    See `encode_all`.
-    """
+    """Return a text's token ids, with its begin-of-text token. See `encode_all`."""
     return encode_all(tokenizer, [text], parse_special=parse_special)[0]
 
 
 def encode_all(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, parse_special: bool = False
 ) -> list[list[int]]:
-    """Return the token ids of each text, after what the tokenizer begins every text with.
+    """Return the token ids of each text, after the tokenizer's begin-of-text token, if any.
 
     parse_special: whether a special token that a text spells, such as <|endoftext|>, becomes that
-    token; otherwise it is text. A text without any token, as the empty one, has no beginning.
+    token; otherwise it is text. A text without tokens, such as the empty one, gives no ids.
     """
 
     def ids_of(texts: Sequence[str]) -> list[list[int]]:
@@ -108,8 +104,8 @@ def encode_all(
         options = {"add_special_tokens": False, "verbose": False}
         return tokenizer(list(texts), split_special_tokens=not parse_special, **options).input_ids
 
-    # Unigram models and models of whole words find special tokens in text all the same, since their
-    # own vocabulary has them. Text that is cut inside such a token does not spell it.
+    # Unigram models and models of whole words still find special tokens in text, since their own
+    # vocabulary has them. Text that is cut inside such a token does not spell it.
     special = set() if parse_special else {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
     names = [name for name in tokenizer.all_special_tokens if len(name) > 1]
     cuts = [f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names]
@@ -122,7 +118,7 @@ def encode_all(
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the begin-of-text token, as Llama 2 and Mistral put it before a text, or nothing."""
+    """Return the token that the tokenizer puts before every text, as Llama 2 does, or nothing."""
     options = {"split_special_tokens": True}  # as encode_all: threads may share a tokenizer
     bare, ids = (
         tokenizer("a", add_special_tokens=around, **options).input_ids for around in (False, True)
@@ -134,8 +130,8 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 class Corpus:
     """Tokenised text: `train` and `valid` are 1-D unsigned arrays of token ids.
 
-    An end-of-text token ends each document, and where the tokenizer has it a begin-of-text token
-    begins it.
+    An end-of-text token follows each document; a begin-of-text token precedes it where the
+    tokenizer has one.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -165,10 +161,10 @@ def prepare(
     given, rules = None, None
     if tokenizer is not None:
         given = load_tokenizer(tokenizer, vocab_size)
-        # As loaded: files beside tokenizer.json may change it, and what comes to one place.
+        # Hash the loaded rules: other files than tokenizer.json change them, too.
         rules = given.backend_tokenizer.to_str(), given.eos_token_id
     key = {
-        "format": 4 if parse_special else 5,  # versions with 4 and below parsed them
+        "format": 4 if parse_special else 5,  # versions that wrote 4 parsed special tokens
         "texts": [_fingerprints(source), _fingerprints(valid_source)],
         "vocab_size": vocab_size,
         "tokenizer": rules,
@@ -213,27 +209,24 @@ def _tokenize(
     pieces: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
     texts = split(source, valid_source)
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
-        # The library spreads a batch over processors, unless TOKENIZERS_PARALLELISM says no.
+        # The library uses all processors for a batch, unless TOKENIZERS_PARALLELISM is false.
         rows = encode_all(model, [text for _, text in batch], parse_special=parse_special)
         for (part, _), ids in zip(batch, rows, strict=True):
             if ids:
                 pieces[part].append(np.array([*ids, model.eos_token_id], dtype=dtype))
     for part, arrays in pieces.items():
         if not arrays:
-            of = source if part == "train" or valid_source is None else valid_source
-            raise ValueError(
-                f"the {part} part of {of} is empty; it needs a document with text. Without a "
-                f"valid_source every {HOLD_OUT_EVERY}th is held out, or the end of each of fewer"
-            )
+            where = source if part == "train" or valid_source is None else valid_source
+            raise ValueError(f"the {part} part of {where} is empty; it needs a document with text")
     return {part: np.concatenate(arrays) for part, arrays in pieces.items()}
 
 
 def _write(
     folder: Path, arrays: dict[str, np.ndarray], trained: PreTrainedTokenizerFast | None
 ) -> None:
-    """Write `folder` whole or not at all: under another name, and then rename it.
+    """Write `folder` under another name and rename it, so that it is whole or absent.
 
-    trained: the tokenizer, where it is of this text.
+    trained: the tokenizer, where it was trained on this text.
     """
     place = {"dir": folder.parent, "prefix": f".{folder.name}."}
     try:
@@ -255,10 +248,7 @@ def _write(
 
 
 def _read(folder: Path, given: PreTrainedTokenizerFast | None) -> Corpus:
-    """Read what `_write` wrote; its tokenizer where none is given.
-
-    Raises ValueError naming a damaged file.
-    """
+    """Read a folder that `_write` wrote. Raises ValueError naming a damaged file."""
     file = folder / CHECKSUMS
     try:
         for name, expected in json.loads(file.read_text(encoding="utf-8")).items():

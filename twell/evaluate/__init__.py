@@ -1,14 +1,13 @@
 """Downstream tasks: EleutherAI's lm-eval on our models, with data from the hub or from local files.
 
-Prompts, scoring and metrics are lm-eval's. Three folders of task definitions stand beside its own:
+Prompts, scoring and metrics are lm-eval's. Three folders have further task definitions:
 
-    tasks/both     `paper7`, the group of the paper's seven tasks, and `held_out_continuation`: the
-                   true continuation of a held-out passage among four, which needs no data set
-    tasks/hub      what lm-eval does not have: CommonsenseQA scored like the other tasks
-    tasks/local    the same for files on disk, with the prompts and metrics of lm-eval's definitions
+    tasks/both     `paper7`, the group of the paper's seven tasks, and `held_out_continuation`:
+                   which of four continuations follows a held-out passage; needs no data set
+    tasks/hub      CommonsenseQA scored like the other tasks, which lm-eval lacks
+    tasks/local    the paper's tasks for files on disk, with lm-eval's prompts and metrics
 
-The modules: `adapter` lets lm-eval run our models, `tasks` loads tasks and their items, `scores`
-runs both.
+`adapter` lets lm-eval run our models, `tasks` loads tasks and their items, `scores` runs both.
 """
 
 try:

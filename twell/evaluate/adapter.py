@@ -1,8 +1,8 @@
 """lm-eval's loader around one of our models.
 
-Whichever backend computes the layers, lm-eval's `hf` loader runs the model. Batches are padded on
-the right and have no mask, which a causal model does not notice. A request that is longer than the
-context loses its beginning, and is counted.
+lm-eval's `hf` loader runs the model with any backend. Batches are padded on the right without a
+mask, which has no effect in a causal model. A request longer than the context loses its beginning,
+and is counted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from twell.trace import load_with_tokenizer
 from twell.trace.watch import Progress
 from twell.train.relufy import RELUFIABLE
 
-# Where "auto" starts on a GPU; lm-eval halves it until it fits. Its trial is five batches of the
-# longest request: with 1024, as many tokens as the paper's seven tasks have.
+# "auto" starts here on a GPU; lm-eval halves it until it fits. Each trial runs five batches of the
+# longest request, which with 1024 would be as many tokens as the paper's seven tasks have.
 MAX_BATCH_SIZE = 256
-# For 7 M parameters on two cores, 16 is as fast and 32 several times slower.
-CPU_BATCH_SIZE = 8
+CPU_BATCH_SIZE = 8  # on two cores, 32 is several times slower
 
 
 def find_device(name: str | None) -> torch.device:
@@ -50,7 +49,7 @@ def find_device(name: str | None) -> torch.device:
 
 @contextlib.contextmanager
 def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Hold back what lm-eval prints, and give a `say` that is heard all the same."""
+    """Suppress what lm-eval prints, and yield a `say` that still prints."""
     stdout, stderr, logger = sys.stdout, sys.stderr, logging.getLogger("lm_eval")
 
     def aloud(line: str) -> None:
@@ -67,17 +66,18 @@ def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]
         logger.setLevel(level)
 
 
-class _Told(Progress):
-    """Stands where lm-eval may keep a cache of answers, which is told of each one."""
+class _AnswerProgress(Progress):
+    """Takes the place of lm-eval's cache of answers, which lm-eval calls for each answer."""
 
     def add_partial(self, kind: str, request: tuple, answer: Any) -> None:
         self.add()
 
 
 def _is_original(model: str | Path) -> bool:
-    """Whether a model has SiLU, which `twell relufy` exchanges; `twell.load` refuses it."""
+    """Return whether a model has SiLU, as before `twell relufy`; `twell.load` refuses it."""
     fields = read_json(resolve(model) / "config.json")
-    papers = any(name.startswith("sparsity_") for name in fields)  # they have ReLU, and say "silu"
+    # The paper's own models have ReLU, and "silu" in their configuration.
+    papers = any(name.startswith("sparsity_") for name in fields)
     is_known = fields.get("model_type") in RELUFIABLE and not papers
     return is_known and fields.get("hidden_act") == "silu"
 
@@ -85,7 +85,7 @@ def _is_original(model: str | Path) -> bool:
 def _load_original(
     model: str | Path, backend: str | None, dtype: torch.dtype | None, *, in_fp8: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return a model with SiLU, as transformers computes it, and its tokenizer."""
+    """Return a model with SiLU as transformers loads it, and its tokenizer."""
     if backend not in (None, "dense") or in_fp8:
         given = FP8 if in_fp8 else f"backend {backend!r}"
         raise ValueError(f"{given} is for layers with ReLU, and {model} has 'silu'")
@@ -118,7 +118,7 @@ class LM(HFLM):
         self.ffns = [part for part in loaded.modules() if isinstance(part, SparseFFN)]
         self.ffn_backend = self.ffns[0].backend if self.ffns else "dense"
         self.precision = FP8 if in_fp8 else str(loaded.dtype).removeprefix("torch.")
-        # Requests of any length are scored, in windows of a context; the tokenizer need not warn.
+        # Requests of any length are scored in windows, so the tokenizer need not warn.
         tokenizer.model_max_length = VERY_LARGE_INTEGER
         super().__init__(
             loaded.to(device),
@@ -136,8 +136,7 @@ class LM(HFLM):
             )
         if self.prefix_token_id is None:
             raise ValueError(
-                f"the tokenizer of {model} has neither bos_token nor eos_token, "
-                "which texts begin with"
+                f"the tokenizer of {model} has neither bos_token nor eos_token to begin texts with"
             )
         if in_fp8:
             Linears(loaded).become(Provider(self.ffn_backend, precision=FP8))
@@ -148,21 +147,21 @@ class LM(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         self.asked_by = [request.task_name for request in requests]
-        self.set_cache_hook(_Told(len(requests), "requests, longest first", self.say))
+        self.set_cache_hook(_AnswerProgress(len(requests), "requests, longest first", self.say))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """As lm-eval's, which stops at a continuation longer than the context.
+        """Score a continuation longer than the context in parts, unlike lm-eval.
 
-        That one is scored in parts, each with as much as fits of the tokens before it.
+        Each part has as many of the tokens before it as fit.
         """
         size, parts, whose = self.max_length, [], []
         for number, (words, context, continuation) in enumerate(requests):
             if not continuation:
                 raise ValueError(f"{words[1]!r} after {words[0][-40:]!r} has no token of its own")
-            # The windows of a long text, which come with override_bs, are not cut.
+            # Windows of a rolling likelihood come with override_bs; they are never cut.
             if override_bs is None and len(context) + len(continuation) > size + 1:
                 self.truncated[self.asked_by[number]] += 1
             for at in range(0, len(continuation), size):

@@ -24,7 +24,7 @@ from twell.models import check_llama, num_weights, resolve
 from twell.trace.watch import score
 from twell.train.validation import evaluate as validate
 
-# lm-eval's own asks for the commit of the working folder, and git complains where there is none.
+# lm-eval would take the commit of the working folder, and git complains where there is none.
 evaluator.get_git_commit_hash = results.commit
 
 DTYPES = ("float32", "bfloat16", "float16", FP8)
@@ -87,7 +87,7 @@ def run(
 
 
 def _correct(samples: list[dict]) -> dict[str, str]:
-    """Whether each item was answered right, "1" or "0", in their order; for paired comparisons."""
+    """Return "1" for each right answer and "0" for each wrong one, in the items' order."""
     marks = {sample["doc_id"]: sample.get("acc") for sample in samples}
     if not set(marks.values()) <= {0, 1}:
         return {}
@@ -128,7 +128,7 @@ def _record(model: str | Path, lm: LM, facts: dict, scores: dict, start: float) 
 
 
 def _plain(scores: dict) -> dict:
-    """Return lm-eval's results as JSON holds them, logged samples as it writes these itself."""
+    """Return lm-eval's results as JSON, with logged samples in lm-eval's own format."""
     for sample in (one for samples in scores.get("samples", {}).values() for one in samples):
         sample["arguments"] = {
             f"gen_args_{n}": {f"arg_{m}": part for m, part in enumerate(arguments)}
@@ -139,7 +139,7 @@ def _plain(scores: dict) -> dict:
         sample["target"] = str(sample["target"])
     scores = json.loads(json.dumps(scores, default=handle_non_serializable))
     for config in scores["configs"].values():
-        # Without the folder that the package is installed in.
+        # Drop the folder in which the package is installed.
         path = config["metadata"]["config_source"]
         config["metadata"]["config_source"] = re.sub(r".*(?=(lm_eval|twell)/tasks/)", "", path)
     return scores
@@ -182,12 +182,13 @@ def rolling(
     """Compare lm-eval's rolling log-likelihood of held-out text with our loss, and packed blocks'.
 
     The text is the first `characters` of the first `documents` of `held_out_texts`; the second
-    result says what they are. Rolling, every token of a document is predicted, in windows of one
-    context after the prefix token (at the start of a document) or the token before; the last window
-    has as much before it as fits. Packed blocks, as in training, are cut from all documents in a
-    row, each with an end-of-text token behind it. That token is predicted too, the first of a block
-    is not. Columns: loss, over (which tokens), tokens (how many), nats (mean); one thing changes
-    from row to row. backend, dtype, device: as in `run`. Raises ValueError for less than one block.
+    result describes them. A rolling loss predicts every token of a document, in windows of one
+    context after the prefix token (at the start of a document) or the token before. The last window
+    has as many tokens before it as fit. Packed blocks, as in training, are cut from all documents
+    in a row, with an end-of-text token after each, which is predicted too. The first token of a
+    block is not. Columns: loss, over (which tokens), tokens (their number), nats (mean); one thing
+    changes from row to row. backend, dtype, device: as in `run`. Raises ValueError for less than
+    one block.
     """
     with quietly(None):
         where = find_device(device)
@@ -200,7 +201,7 @@ def rolling(
     encoded = [lm.tok_encode(document) for document in texts]
     packed = np.array([token for ids in encoded for token in [*ids, lm.eot_token_id]])
     blocks = corpus.Blocks(packed, size)
-    packed_loss = validate(lm.model, blocks)["cross_entropy"]  # first: it refuses too short a text
+    packed_loss = validate(lm.model, blocks)["cross_entropy"]  # refuses a text that is too short
     with quietly(None):
         asked = [Instance("loglikelihood_rolling", {}, (document,), 0) for document in texts]
         theirs = -sum(lm.loglikelihood_rolling(asked))

@@ -18,9 +18,9 @@ from twell import corpus, results
 from twell.config import TrainConfig
 
 TASKS = Path(__file__).parents[1] / "tasks"
-OF_OURS = {"held_out_continuation"}  # no task of lm-eval's is needed for these
-HELD_OUT = "held_out.jsonl"  # {"text": ...} a line: text that a model's folder may bring
-BESIDE = {"paper7": ["commonsense_qa_cloze"]}  # evaluated with it, and no part of its mean
+OF_OURS = {"held_out_continuation"}  # needs no task of lm-eval
+HELD_OUT = "held_out.jsonl"  # {"text": ...} a line, in a model's folder
+BESIDE = {"paper7": ["commonsense_qa_cloze"]}  # evaluated too, but not part of the mean
 
 
 def task_names(tasks: str | Sequence[str]) -> list[str]:
@@ -35,7 +35,7 @@ def task_names(tasks: str | Sequence[str]) -> list[str]:
 def load_tasks(
     names: list[str], model: str | Path, data: str | Path | None, text: str | None
 ) -> tuple[TaskManager, list, dict[str, Task]]:
-    """Return what simple_evaluate takes, and every task by its name."""
+    """Return the arguments of simple_evaluate, and every task by its name."""
     if data is not None and not Path(data).is_dir():
         raise FileNotFoundError(
             f"{data} is no folder; --data is the folder with a file for each task"
@@ -43,7 +43,7 @@ def load_tasks(
     manager = TaskManager(
         include_path=[TASKS / "both", TASKS / ("hub" if data is None else "local")],
         include_defaults=data is None and not set(names) <= OF_OURS,  # 14,000 definitions: seconds
-        # So lm-eval hands arguments to custom data sets.
+        # lm-eval passes these to custom data sets.
         metadata={"model": str(model), "data": data and str(data), "text": text},
     )
     if unknown := [name for name in names if name not in manager.all_tasks]:
@@ -58,7 +58,7 @@ def load_tasks(
         except Exception as error:
             if data is not None or name in OF_OURS:
                 raise
-            reason = " ".join(str(error).split())  # offline, gone, moved: the hub has a dozen kinds
+            reason = " ".join(str(error).split())  # the hub has a dozen kinds: offline, moved, ...
             raise FileNotFoundError(
                 f"the data of {name} cannot be had ({type(error).__name__}: {reason}); "
                 "--data gives local files"
@@ -84,7 +84,7 @@ def task_facts(task: Task, limit: int | None) -> dict:
 def local_docs(
     data: str, file: str, num_choices: int | None = None, blank: str | None = None, **_: Any
 ) -> dict[str, datasets.Dataset]:
-    """Read a task's items from the one file in the folder `data` that fits `file`; for lm-eval.
+    """Read a task's items from the one file in the folder `data` that fits `file`, for lm-eval.
 
     Each line is {"query": text, "choices": [text, ...], "gold": index of the right one}. Raises
     FileNotFoundError or ValueError, by file and line, for a line that is not such an item, has not
@@ -115,7 +115,7 @@ def local_docs(
 
 
 def _problem(item: Any, num_choices: int | None, blank: str | None) -> str | None:
-    """Return what is wrong with an item of a local file, if anything is."""
+    """Return the first problem of an item of a local file, if any."""
 
     def is_text(value: Any) -> bool:
         return isinstance(value, str) and bool(value.strip())
@@ -142,23 +142,23 @@ def _dataset(items: list[dict], description: str) -> dict[str, datasets.Dataset]
 
 
 def before_blank(doc: dict) -> list[str]:
-    """WinoGrande: the text up to the blank, with each choice in the blank's place; for lm-eval."""
+    """Return WinoGrande's text up to the blank with each choice in its place, for lm-eval."""
     before, _, _ = doc["query"].partition("_")
     return [before + choice for choice in doc["choices"]]
 
 
 def after_blank(doc: dict) -> str:
-    """WinoGrande: the text behind the blank; for lm-eval."""
+    """Return WinoGrande's text after the blank, for lm-eval."""
     return doc["query"].partition("_")[2].strip()
 
 
 def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str], str]:
-    """Return documents that a model was not trained on, and what they are, in words.
+    """Return documents that a model was not trained on, and a description of them.
 
-    The first of these that is there: the source `text`, as corpus/sources.py describes it; the file
-    held_out.jsonl of the model's folder; what the run in this folder held out for validation. Of
-    any other model, the documents of the embedded corpus "sotu" that training on it holds out; the
-    model may have seen them. Raises FileNotFoundError where a source is gone.
+    They are the first of these: the source `text` (see corpus/sources.py); the file held_out.jsonl
+    in the model's folder; the validation text of the run in this folder; and for any other model
+    the documents of "sotu" that training on it holds out, which the model may have seen. Raises
+    FileNotFoundError for a missing source.
     """
     folder = Path(model)
     if text is None and (folder / HELD_OUT).is_file():

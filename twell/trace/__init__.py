@@ -3,10 +3,9 @@
 A `Trace` holds every active neuron of every token and layer, and its value h. Its size is
 proportional to the number of tokens. An `Aggregate` has a fixed size: counts over all tokens,
 exact, and for each neuron a few places in the text. Both have the same methods (`histogram`,
-`by_token`, `by_position`, `neurons`, `unions`, `overflows`), so that analysis makes one table of
-either.
+`by_token`, `by_position`, `neurons`, `unions`, `overflows`), so analysis has one function for both.
 
-    trace, aggregates   the two records, and what can be asked of them
+    trace, aggregates   the two records, and their methods
     files               both on disk: one compressed .npz
     contexts            the places in the text at which an aggregate shows a neuron
     texts               from text to token ids, and back to the string of each token

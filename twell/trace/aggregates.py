@@ -52,27 +52,27 @@ class Aggregate(files.Record):
     overflow_rows: np.ndarray  # [L, 4], as `overflows` of COMPRESSIONS at TILE_N
     overflow_tiles: np.ndarray
 
-    # Places in the text, -1 for none; their h is float32, rounded to 12 significant bits
+    # Places in the text, -1 for none; values are h, float32, rounded to 12 significant bits
     top_at: np.ndarray  # [L, N, K], tokens with the largest |h|, descending, then the earliest
     top_value: np.ndarray
-    # [L, N, Q], tokens at these `quantiles` of the neuron's signed values, of a sample of 32
-    # firings drawn whatever their value, or of all where a neuron fires less often.
+    # [L, N, Q], tokens at `quantiles` of the neuron's signed values, in an even sample of 32
+    # firings, or in all firings of a neuron with fewer.
     quantile_at: np.ndarray
     quantile_value: np.ndarray
     text_at: np.ndarray  # [W], ascending: tokens near a place, in its sequence
     text: np.ndarray  # [W], their ids
     quantiles: list[float]  # Q of them
-    before: int  # so many tokens before a place are in `text`, if its sequence has them
+    before: int  # tokens before a place that are in `text`, where its sequence has them
     after: int
     cross_entropy: float  # nats per predicted token: all but the first of each sequence
     meta: dict = field(default_factory=dict)  # where model and text came from
 
-    # Older files have none of these.
+    # Older files lack these.
     # int8 [L, N, K + Q, before + 1 + after], the neuron's h at the tokens around the places of
-    # top_at and then quantile_at, in 127ths of its max_abs. At an active neuron at least 1 or -1.
+    # top_at and then quantile_at, in 127ths of its max_abs. Active entries are at least 1 or -1.
     near: np.ndarray = None
     together_at: np.ndarray = None  # [L, N, J], neurons of the layer that fire with it, or -1
-    together: np.ndarray = None  # float32: the correlation (phi), falling, without first tokens
+    together: np.ndarray = None  # float32: correlations phi, descending, without first tokens
 
     def __post_init__(self):
         absent = {"near": (0, 0), "together_at": (0,), "together": (0,)}
@@ -152,9 +152,9 @@ class Aggregate(files.Record):
         return self.overflow_rows[:, columns], self.overflow_tiles[:, columns]
 
     def context(self, at: int) -> tuple[int, int, np.ndarray, int]:
-        """Return where the token numbered `at`, of top_at or quantile_at, stands.
+        """Return the surroundings of the token numbered `at`, of top_at or quantile_at.
 
-        Its sequence, its position there, the ids around it, and its index among these.
+        These are its sequence, its position there, the ids around it, and its index among them.
         """
         starts = self.lengths.cumsum() - self.lengths
         sequence = int(np.searchsorted(starts, at, side="right")) - 1
@@ -165,9 +165,9 @@ class Aggregate(files.Record):
 
     @staticmethod
     def to_file(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        # Gaps are small, and many are 1: they compress far better than the numbers themselves.
+        # Gaps are small, and many are 1: they compress far better than the numbers.
         arrays["text_at"] = np.diff(arrays["text_at"], prepend=0)
-        # None becomes 0, so that unsigned types serve.
+        # -1 becomes 0, so that unsigned types suffice.
         arrays |= {name: arrays[name] + 1 for name in PLACES}
         arrays["near"] = arrays["near"].view(np.uint8)
         narrow = {name: array for name, array in arrays.items() if array.dtype.kind in "iu"}

@@ -1,8 +1,8 @@
-"""The places in the text at which an aggregate shows a neuron.
+"""Chooses the places in the text at which an aggregate shows a neuron.
 
-While a model runs, `Best` holds the strongest of each neuron's firings and an even sample.
-`Near` then reads the values of the tokens around them, in a second run of the model. `fit` takes
-as many places, and as many words around them, as the size of the file allows.
+While a model runs, `Best` holds the strongest firings of each neuron and an even sample of them. In
+a second run `Near` reads the values of the tokens around them. `fit` keeps as many places, and as
+many words around them, as the size of the file allows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ Table = tuple[np.ndarray, np.ndarray]  # firings [L, N, k]: numbers of tokens, -
 
 
 class Contexts(NamedTuple):
-    """Places of one neuron: its `top` strongest, those at `quantiles` of h, and tokens around.
+    """Sizes of what is shown of a neuron.
 
+    top: strongest places; quantiles: of h, one place each; before, after: tokens around a place;
     together: neurons that fire with it.
     """
 
@@ -49,14 +50,14 @@ CONTEXTS = (
     Contexts(1, [], 3, 1, 0),
     Contexts(0, [], 0, 0, 0),
 )
-SAMPLE = 32  # firings drawn evenly from all of a neuron's: quantiles are taken of these
+SAMPLE = 32  # firings of a neuron that are drawn evenly, for the quantiles
 
 
 class Best:
     """The k entries of each group with the highest score in a stream; of equal ones the earliest.
 
-    An entry that does not exceed its group's k-th score is dropped on its device. The others
-    gather in main memory, and are sorted in when they are more than groups * k.
+    An entry that does not exceed its group's k-th score is dropped on its device. The others go to
+    main memory, and are merged when they are more than groups * k.
     """
 
     def __init__(self, groups: int, k: int, device: torch.device | str):
@@ -75,7 +76,7 @@ class Best:
             self.merge()
 
     def merge(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return group, rank in it, at, value of the best, sorted by group and rank."""
+        """Return group, rank in the group, at and value, sorted by group and rank."""
         group, at, score, value = (np.concatenate(parts) for parts in zip(*self.parts, strict=True))
         order = np.lexsort((at, -score, group))
         rank = np.arange(len(order)) - np.searchsorted(group[order], group[order])
@@ -95,9 +96,9 @@ class Best:
 
 
 def places(top: Table, sample: Table) -> Table:
-    """Return all places that an aggregate may show, [L, N, P]: of the first row of CONTEXTS.
+    """Return the places of the first row of CONTEXTS, [L, N, P]: all that an aggregate may show.
 
-    The strongest come first, then those at the quantiles of the sampled values, which repeat where
+    The strongest come first, then those at the quantiles of the sampled values. These repeat where
     a neuron fires rarely.
     """
     wide = CONTEXTS[0]
@@ -110,7 +111,7 @@ def places(top: Table, sample: Table) -> Table:
 class Near:
     """An observer that keeps the values of neurons at the tokens around their places.
 
-    at [L, N, P]: the places; max_abs [L, N]; it observes `held`, the sequences that have a place.
+    at [L, N, P]: the places; max_abs [L, N]. It observes `held`, the sequences with a place.
     """
 
     def __init__(self, at: np.ndarray, max_abs: np.ndarray, sequences: Sequence[Sequence[int]]):
@@ -127,7 +128,7 @@ class Near:
         self.done = 0
 
     def begin(self, ids: Tensor) -> None:
-        """Find the places of each layer in these sequences: their order, neurons, and tokens."""
+        """Find the places of each layer in these sequences, and the tokens around them."""
         number, length = ids.shape
         starts = self.starts[self.done : self.done + number]
         self.done += number
@@ -143,13 +144,13 @@ class Near:
     def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
         code = (value / self.unit[layer].to(value.device)[neuron]).round()
         code = torch.where(code == 0, value.sign(), code).to(torch.int8)
-        codes = code.new_zeros(self.num_tokens + 1, self.size[0])  # the last row is of no token
+        codes = code.new_zeros(self.num_tokens + 1, self.size[0])  # the last row is no token
         codes[token, neuron] = code
         place, row = self.inside[layer]
         self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
 
     def end(self, logprob: Tensor) -> None:
-        """The probabilities are known from the first run."""
+        """Nothing: the first run has the probabilities."""
 
     def table(self) -> np.ndarray:
         """Return the values, int8 [L, N, P, before + 1 + after]."""
@@ -164,7 +165,7 @@ def fit(
     sequences: Sequence[Sequence[int]],
     meta: dict,
 ) -> Aggregate:
-    """Return the aggregate of these counts with the most places that meta's max_bytes allow.
+    """Return the aggregate with the most places that meta["max_bytes"] allows.
 
     counts: the other fields of Aggregate; every: `places`; near: their values, as Near's table;
     together: neurons and correlations [L, N, J]. Raises ValueError when the counts alone are too
@@ -184,7 +185,7 @@ def fit(
         return len(aggregate(contexts).pack())
 
     most = meta["max_bytes"]
-    # Packing is slow, and sizes fall from row to row: bisection needs four trials.
+    # Packing is slow, and rows get smaller: bisection needs four trials.
     first = bisect.bisect_left(CONTEXTS, True, key=lambda contexts: size(contexts) <= most)
     if first == len(CONTEXTS):
         needed = size(CONTEXTS[-1])
@@ -195,7 +196,7 @@ def fit(
 def _shown(
     contexts: Contexts, every: Table, near: np.ndarray, sequences: Sequence[Sequence[int]]
 ) -> dict:
-    """Return the fields of an Aggregate that say where neurons fire."""
+    """Return the fields of an Aggregate about places."""
     wide = CONTEXTS[0]
     columns = [wide.top + wide.quantiles.index(quantile) for quantile in contexts.quantiles]
     (top_at, quantile_at), (top_value, quantile_value) = (
@@ -231,7 +232,7 @@ def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float])
 
 
 def _around(at: np.ndarray, before: int, after: int, sequences: Sequence[Sequence[int]]) -> Table:
-    """Return numbers and ids of the tokens around those numbered `at`, in their sequences."""
+    """Return numbers and ids of the tokens around the numbers `at`, in their sequences."""
     tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
     ends = np.cumsum([len(sequence) for sequence in sequences])
     starts = np.concatenate([[0], ends[:-1]])
@@ -243,6 +244,6 @@ def _around(at: np.ndarray, before: int, after: int, sequences: Sequence[Sequenc
 
 
 def rounded(values: np.ndarray) -> np.ndarray:
-    """Round float32 to 12 significant bits, half away from zero: more compress badly, unseen."""
+    """Round float32 to 12 significant bits, half away from zero, since more compress badly."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x800)) & np.uint32(0xFFFFF000)).view(np.float32)

@@ -21,7 +21,7 @@ from twell.trace.texts import token_strings
 # Counted octaves 2^(e-1) <= |h| < 2^e: these exponents e, first for h >= 0, then for h < 0.
 LOWEST, HIGHEST = -31, 32
 WIDTH = HIGHEST - LOWEST + 1
-OFTEN = 8  # firings of both neurons of a pair, below which it is not correlated
+OFTEN = 8  # firings that both neurons of a pair need for a correlation
 
 
 class Counter:
@@ -56,7 +56,7 @@ class Counter:
         self.both = zeros(num_layers, intermediate_size, intermediate_size, dtype=torch.int32)
         unions = zeros(3, num_layers, len(BLOCKS))
         self.union_sum, self.union_max, self.union_active = unions
-        # Of each layer: token and neuron of the entries in the largest block that is not whole yet.
+        # For each layer: token and neuron of the entries in the unfinished largest block.
         self.waiting = [zeros(2, 0)] * num_layers
         groups = num_layers * intermediate_size
         self.top = Best(groups, CONTEXTS[0].top, device)
@@ -66,8 +66,8 @@ class Counter:
     def begin(self, ids: Tensor) -> None:
         self.shape, self.ids = ids.shape, ids.reshape(-1)
         self.occurrences += torch.bincount(self.ids, minlength=len(self.occurrences))
-        # One random number a token: the firings with the highest are an even sample of a neuron's,
-        # and neurons share places, so that fewer words are stored.
+        # One random key a token: a neuron's firings with the highest keys are an even sample, and
+        # neurons share places, so that fewer words are stored.
         keys = self.random.random(len(self.ids)).astype(np.float32)
         self.keys = torch.from_numpy(keys).to(ids.device)
 
@@ -117,7 +117,7 @@ class Counter:
         self.waiting[layer] = torch.stack([token[~done] - whole, neuron[~done]])
 
     def _count_blocks(self, layer: int, token: Tensor, neuron: Tensor, num_tokens: int) -> None:
-        """Count the whole blocks of num_tokens tokens. A larger block is a run of smallest ones."""
+        """Count the whole blocks of num_tokens tokens. Each size is a multiple of the smallest."""
         num_smallest = -(-num_tokens // BLOCKS[0])
         active = token.new_zeros(num_smallest, self.intermediate_size, dtype=torch.bool)
         active[token // BLOCKS[0], neuron] = True
@@ -130,9 +130,9 @@ class Counter:
                 self.union_active[layer, n] += (token < num_blocks * block).sum()
 
     def _count_pairs(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        """Count the tokens that activate two neurons, without the first of each sequence."""
+        """Count the tokens that activate each pair of neurons, without first tokens."""
         later = token % self.shape[1] > 0
-        # A dense product of zeros and ones, exact in fp32, costs less than the layer itself.
+        # A dense product of zeros and ones is exact in fp32, and costs less than the layer.
         active = torch.zeros(len(self.ids), self.intermediate_size, device=token.device)
         active[token[later], neuron[later]] = 1
         self.both[layer] += (active.t() @ active).int()
@@ -148,7 +148,7 @@ class Counter:
             )
 
     def places(self) -> Table:
-        """Return the places that the aggregate may show, as `contexts.places`."""
+        """Return `contexts.places` of these counts."""
         shape = (self.num_layers, self.intermediate_size, -1)
         tables = self.top.table(), self.sample.table()
         return contexts.places(*(tuple(part.reshape(shape) for part in one) for one in tables))
@@ -165,9 +165,10 @@ class Counter:
         max_bytes: int,
         meta: dict,
     ) -> Aggregate:
-        """Return the aggregate of all batches, whose sequences these are, within max_bytes.
+        """Return the aggregate of all batches, within max_bytes.
 
-        near: has observed the second run. Raises ValueError when the counts alone are larger.
+        sequences: of all batches; near: after the second run. Raises ValueError when the counts
+        alone exceed max_bytes.
         """
         for layer, (token, neuron) in enumerate(self.waiting):
             self._count_blocks(layer, token, neuron, self.num_tokens % BLOCKS[-1])
@@ -189,9 +190,9 @@ class Counter:
         return contexts.fit(counts, self.places(), near.table(), together, sequences, meta)
 
     def _together(self, num_tokens: int) -> Table:
-        """Return the neurons whose firings correlate most with each one's, and phi, [L, N, J].
+        """Return for each neuron those whose firings correlate most, and phi, both [L, N, J].
 
-        num_tokens: so many were counted in pairs.
+        num_tokens: without first tokens.
         """
         number = CONTEXTS[0].together
         shape = self.num_layers, self.intermediate_size, number
@@ -215,9 +216,9 @@ class Counter:
 
 
 def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return edges and histogram of the last OCTAVES octaves; the innermost takes all below.
+    """Return edges and histogram of the last OCTAVES octaves; the innermost has all below.
 
-    histogram [L, N, 2 * WIDTH]: as counted.
+    histogram: [L, N, 2 * WIDTH].
     """
     top = int(np.clip(np.frexp(max_abs.max())[1], LOWEST + OCTAVES - 1, HIGHEST))
     end = top - LOWEST + 1

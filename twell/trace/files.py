@@ -51,7 +51,7 @@ class Record:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read the file that `save` wrote. Raises ValueError naming a damaged or other file."""
-        # zipfile's RuntimeErrors: of a method it does not know, of an encrypted member.
+        # zipfile raises RuntimeError for unknown methods and encrypted members.
         damages = KeyError, ValueError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile
         damages += lzma.LZMAError, zlib.error
         try:

@@ -1,4 +1,4 @@
-"""By how much the loss changes when single neurons are silenced or scaled."""
+"""How the loss changes when single neurons are silenced or scaled."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def silenced_loss(
     batch: int = 32,
     say: Callable[[str], None] | None = None,
 ) -> pd.DataFrame:
-    """Silence neurons (layer, neuron) one at a time; return the change of the loss, a row each.
+    """Silence neurons (layer, neuron) one at a time; return the change of the loss for each.
 
     Columns: layer, neuron; fires, the tokens that activate it; loss_change in nats per predicted
     token of these sequences of token ids, above 0 where the neuron helps; stderr, its standard
@@ -86,6 +86,6 @@ def scaled_logprob(
 
 
 def _firings(traced: Trace, layer: int, neuron: int) -> np.ndarray:
-    """The tokens that activate a neuron."""
+    """Return the tokens that activate a neuron."""
     h = traced.layer(layer)[:, [neuron]]
     return np.flatnonzero(np.diff(h.indptr))

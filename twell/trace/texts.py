@@ -1,4 +1,4 @@
-"""From text to sequences of token ids, and from a token id to the string that a reader sees."""
+"""Text to sequences of token ids, and token ids to the strings that a reader sees."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Return the token ids of a text, after what the tokenizer begins every text with.
+    """Return the token ids of a text, with its begin-of-text token.
 
-    Raises ValueError for an empty one, and lone surrogates.
+    Raises ValueError for an empty text, and for lone surrogates.
     """
     ids = corpus.encode(tokenizer, corpus.checked_text(text, "the text"))
     if not ids:
@@ -63,8 +63,8 @@ def held_out(
 ) -> list[Sequence[int]]:
     """Return the first held-out documents of a source as sequences, at least `tokens` in all.
 
-    whole: of a source that is held out as a whole. Each document is cut by `cut`, so each sequence
-    is of one document. Raises ValueError where the source holds out fewer tokens.
+    whole: all documents of the source are held out. Each document is cut by `cut`, so a sequence
+    has one document. Raises ValueError where the source holds out fewer tokens.
     """
     sequences, total = [], 0
     documents = (("valid", text) for text in corpus.documents(source))
@@ -86,8 +86,8 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
     special, added = set(tokenizer.all_special_ids), tokenizer.added_tokens_decoder
     decode = tokenizer.convert_tokens_to_string
     decodes = not tokenizer.is_fast or tokenizer.backend_tokenizer.decoder is not None
-    # Decoders treat the first and the last token of a text in ways of their own, so each gets
-    # neighbours; none behind it where the decoder puts spaces between words.
+    # Decoders treat the first and the last token of a text specially, so each token gets
+    # neighbours. Where the decoder puts spaces between words, it gets none after it.
     after = "a" if decode(["a", "a"]) == "aa" else ""
 
     def string(token: int) -> str:
@@ -106,7 +106,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
 
 
 def _bytes(name: str) -> str:
-    """Return what a token is whose bytes are no whole characters."""
+    """Return the string of a token whose bytes are not whole characters."""
     # Byte-level BPE writes every byte as a printable character.
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     if not byte_of.keys() >= set(name):

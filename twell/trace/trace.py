@@ -68,7 +68,7 @@ class Trace(files.Record):
         return (len(self.indptr) - 1) // max(self.num_tokens, 1)
 
     def part(self, start: int, stop: int) -> Trace:
-        """Return tokens `start` to `stop` (not included) as a trace; sequences and positions stay.
+        """Return tokens `start` to `stop` - 1 as a trace, with their sequences and positions.
 
         Raises ValueError unless 0 <= start <= stop <= T.
         """
@@ -76,7 +76,7 @@ class Trace(files.Record):
             raise ValueError(f"tokens {start} to {stop} are no part of a trace of {tokens}")
         layers = range(self.num_layers if stop > start else 0)
         parts = [self.layer(layer)[start:stop] for layer in layers]
-        # The empty first arrays keep the dtype where no layer is left.
+        # The empty first arrays set the dtype of a part without tokens.
         indices = np.concatenate([self.indices[:0], *(h.indices for h in parts)])
         return Trace(
             **{name: getattr(self, name)[start:stop] for name in PER_TOKEN},
@@ -119,9 +119,9 @@ class Trace(files.Record):
         return np.stack([np.bincount(counts, minlength=bins) for counts in self.counts()])
 
     def by_token(self) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
-        """Return the V different token ids, ascending, and of each the string and two counts.
+        """Return the V different token ids, ascending, their strings, and two counts of each.
 
-        The counts are its occurrences and its active neurons, summed over layers, int64 [V].
+        The counts are int64 [V]: occurrences, and active neurons summed over layers.
         """
         ids, first, inverse = np.unique(self.token_ids, return_index=True, return_inverse=True)
         active = np.bincount(inverse, weights=self.counts().sum(0)).astype(np.int64)

@@ -22,18 +22,18 @@ from twell.train.text import run_text
 
 BATCH_TOKENS = 8192
 MAX_BYTES = 2_000_000
-# Compressed counts of a neuron at 1% active over 2^20 tokens (53 bytes at half of all active). A
-# model that needs more than the limit is refused before it runs; if it turns out so, at the end.
+# Compressed counts of a neuron at 1% active over 2^20 tokens (53 bytes at 50%). A model that would
+# need more than the limit is refused before it runs.
 BYTES_A_NEURON = 32
-MOST_TOKENS = 2**20  # of a run's aggregate, if no number is given
+MOST_TOKENS = 2**20  # of a run's aggregate, by default
 
 
 class Recorder:
-    """An observer that keeps everything, of the layers in the order of batches."""
+    """An observer that keeps every active entry."""
 
     def __init__(self, num_layers: int, intermediate_size: int):
         self.dtype = Trace.dtype(intermediate_size)
-        # Of each layer and batch: active neurons of each token, indices, values.
+        # For each layer and batch: active neurons of each token, indices, values.
         self.layers: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(num_layers)]
         self.logprob: list[np.ndarray] = []
 
@@ -102,7 +102,7 @@ def trace_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
 
 
 def trace_validation(run: str | Path) -> Trace:
-    """Trace the tokens of a run's last evaluation: its log has the same counts."""
+    """Trace the tokens of a run's last validation. The run's log has the same counts."""
     row, _ = results.load_run(run)
     config = TrainConfig.load(Path(run) / "config.yaml")
     _, _, blocks = run_text(run)
@@ -127,7 +127,7 @@ def aggregate(
 
     seed: decides which firings are sampled; max_bytes: the limit of the file; say: gets a line
     every five seconds. Raises ValueError for a token that the model does not have, for no tokens,
-    and for a model whose counts exceed max_bytes; FloatingPointError for activations that are not
+    and for a model whose counts exceed max_bytes; FloatingPointError for values that are not
     finite.
     """
     ffns = sparse_ffns(model)
@@ -163,14 +163,14 @@ def aggregate_run(
 ) -> Aggregate:
     """Count a run over its whole validation split or a text, on a GPU where there is one.
 
-    tokens: so many from the start; None: all, at most 2^20. Raises ValueError when there are fewer.
+    tokens: their number; None: all, at most 2^20. Raises ValueError when there are fewer.
     """
     meta = results.provenance()
     if text is None:
         row, _ = results.load_run(run)
         meta |= {"run": row["run"]}
     model, tokenizer = load_with_tokenizer(run)
-    if text is None:  # of a stream, evaluations use all that is held out
+    if text is None:  # a stream holds out no more than its validations read
         streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
         ids = run_text(run, valid_tokens=None if streamed else 2**62)[2].tokens
     else:

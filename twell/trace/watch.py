@@ -20,14 +20,14 @@ SAY_EVERY = 5  # seconds between two lines about the progress
 
 
 class Progress:
-    """Says every five seconds how much of a work is done, and when the rest will be."""
+    """Says every five seconds how much is done, and how long the rest will take."""
 
     def __init__(self, total: int, unit: str, say: Callable[[str], None] | None):
         self.total, self.unit, self.say, self.done = total, unit, say, 0
         self.start = self.said = time.perf_counter()
 
     def add(self, number: int = 1) -> None:
-        """So much more is done."""
+        """Note that `number` more are done."""
         self.done += number
         now = time.perf_counter()
         if self.say and now - self.said > SAY_EVERY:
@@ -38,7 +38,7 @@ class Progress:
             self.said = now
 
     def over(self, items: Iterable, size: Callable[[Any], int] = lambda item: 1) -> Iterator:
-        """Yield the items; each is done when the next one is asked for."""
+        """Yield the items, and note each as done when the next one is requested."""
         for item in items:
             yield item
             self.add(size(item))
@@ -49,11 +49,11 @@ def watch(
 ) -> None:
     """Run sequences of token ids through the model, in batches of one length.
 
-    Of each batch the observer is told: begin(ids), int64 [B, S]; for every layer
-    layer(layer, token, neuron, value), its n active entries: token and neuron int64 [n], ascending,
-    tokens numbered from 0 in the batch, and their h, float32 [n]; end(logprob), fp32 [B, S], NaN
-    for the first token of each sequence. Raises ValueError for a token that the model does not
-    have, and for an empty sequence.
+    For each batch it calls the observer's begin(ids), with int64 [B, S]; for every layer
+    layer(layer, token, neuron, value) with its n active entries: token and neuron int64 [n],
+    ascending, tokens numbered from 0 in the batch, and their h, float32 [n]; and end(logprob), with
+    fp32 [B, S], NaN for the first token of each sequence. Raises ValueError for a token that the
+    model does not have, and for an empty sequence.
     """
     with contextlib.ExitStack() as hooks:
         for layer, ffn in enumerate(sparse_ffns(model)):
@@ -63,7 +63,7 @@ def watch(
 
 def _hook(observer: Any, layer: int) -> Callable:
     def hook(ffn, inputs, _):
-        # Computed again, densely, so that a trace does not depend on the backend.
+        # Computed densely once more: sparse backends keep no h, and traces must not depend on them.
         g, h = (t.reshape(-1, ffn.intermediate_size) for t in ffn.activations(inputs[0]))
         token, neuron = (g != 0).nonzero(as_tuple=True)
         observer.layer(layer, token, neuron, h[token, neuron].float())
@@ -79,7 +79,7 @@ def score(
     end: Callable[[Tensor], object],
     begin: Callable[[Tensor], object] = lambda ids: None,
 ) -> None:
-    """Call `begin` and `end` of an observer for every batch, in evaluation mode. As `watch`."""
+    """Run the model as `watch` does, but only call an observer's `begin` and `end`."""
     check_causal(model)
     training, size = model.training, model.config.vocab_size
     model.eval()
@@ -109,5 +109,5 @@ def same_length(sequences: Iterable[Sequence[int]], batch: int) -> Iterator[list
 
 
 def concatenate(arrays: Iterable, dtype) -> np.ndarray:
-    """np.concatenate as `dtype`, of no arrays too."""
+    """Concatenate arrays, or none, as `dtype`."""
     return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
