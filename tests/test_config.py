@@ -54,53 +54,55 @@ def test_the_paper_configuration_is_table_2():
 
 MISTAKES = r"""
 l1_coeficient=1 | unknown field 'l1_coeficient' .* did you mean 'l1_coefficient'
-l1=3e-3 | unknown field 'l1' in the configuration; did you mean 'l1_coefficient'\?$
-1=2 | unknown field '1' in the configuration; there are vocab_size
-l1_coefficient=-1 | l1_coefficient is -1.0; it has to be a finite number, 0 or more
-l1_coefficient=.inf | l1_coefficient is inf; it has to be a finite number, 0 or more
-l1_coefficient=[1e-3,0.2] | l1_coefficient is \['1e-3', 0\.2\]; give one number
+l1=3e-3 | unknown field 'l1' .* did you mean 'l1_coefficient'
+1=2 | unknown field '1' .* there are vocab_size
+l1_coefficient=-1 | l1_coefficient is -1.0; .* 0 or more
+l1_coefficient=.inf | l1_coefficient is inf
+l1_coefficient=[1e-3,0.2] | l1_coefficient is \['1e-3', 0\.2\]; expected float
 tokens=many | tokens is 'many'; expected int
 seed=1.5 | seed is 1.5; expected int
 seed=true | seed is True; expected int
+seed=4294967296 | seed is 4294967296; .* below 2\^32
 gated=3 | gated is 3; expected bool
-balance_every=-1 | balance_every is -1; it has to be a finite number, 0 or more
-balance_every=5 gated=false activation=silu | balance_every is 5; without a gate it needs the
-balance_every=5 gated=false threshold=0.1 | balance_every is 5; .* not 'relu above 0.1', .* set it
-active_share=0.1 l1_coefficient=0 | l1_coefficient 0; give an l1_coefficient above 0, or a threshold
-active_share=0.5 l1_coefficient=0 threshold=1 | a threshold keeps less than half of the neurons
-active_share=0.1 l1_coefficient=0 threshold=1 compile=true backend=auto | set compile to false, or \
-backend to 'dense', not 'auto'
-l1_growth=.inf | l1_growth is inf; it has to be above 1, and 100 at most
+balance_every=5 gated=false activation=silu | balance_every is 5; .* not 'silu'
+balance_every=5 gated=false threshold=0.1 | balance_every is 5; .* not 'relu above 0.1'
+active_share=1.5 | active_share is 1.5
+active_share=0.1 l1_coefficient=0 | active_share is 0.1, and l1_coefficient 0; give
+active_share=0.5 l1_coefficient=0 threshold=1 | active_share is 0.5, .* less than half
+active_share=0.1 l1_coefficient=0 threshold=1 compile=true backend=auto | not 'auto'
+l1_growth=1 | l1_growth is 1.0
+l1_growth=.inf | l1_growth is inf
+sampled_share=0.95 | sampled_share is 0.95
+sampled_share=0.5 | sampled_share is 0.5; only `twell relufy`
+samples=a.jsonl | samples is 'a.jsonl'; only `twell relufy`
+sampled_chat=true | sampled_chat is True; only `twell relufy`
+fit_tokens=512 | fit_tokens is 512; only `twell relufy`
+hidden_weight=1 | hidden_weight is 1.0; only `twell relufy`
+source=hf:a valid_source=b | valid_source is b; a stream
 batch_tokens=1000 | batch_tokens 1000 is no multiple of context 128
-num_heads=3 | hidden_size 128 is no multiple of num_heads 3
+num_heads=3 | hidden_size 128 and num_heads 3
+hidden_size=36 num_heads=4 | heads of 9; rotary positions need an even number
 checkpoint_every=5 | checkpoint_every 5 is no multiple of log_every 10
-valid_tokens=127 | valid_tokens is 127; it has to hold one context of 128 tokens
+valid_tokens=127 | valid_tokens 127
 precision=fp8 | precision is 'fp8'; it has to be 'fp32' or 'bf16'
-reinit=1.5 | reinit is 1.5; it has to be a share, from 0 to 1
-micro_batch=-1 | micro_batch is -1; it has to be at least 1, or null for the whole share of the step
+reinit=1.5 | reinit is 1.5
 micro_batch=0 | micro_batch is 0; it has to be at least 1
 context=1 | context is 1; it has to be at least 2
-learning_rate=.inf | learning_rate is inf; it has to be a finite number
-rope_theta=-1 | rope_theta is -1.0; it has to be more than 0
+learning_rate=.inf | learning_rate is inf
 rope_theta=.nan | rope_theta is nan; it has to be more than 0
-adam_epsilon=0 | adam_epsilon is 0.0; it has to be more than 0
-adam_beta1=1 | adam_beta1 is 1.0; it has to be from 0 to less than 1
-adam_beta2=.nan | adam_beta2 is nan; it has to be from 0 to less than 1
-seed=4294967296 | seed is 4294967296; it has to be below 2\^32
-source='' | source is ''; it has to name something
-hidden_size=36 num_heads=4 | heads of 9; rotary positions need an even number
+adam_epsilon=0 | adam_epsilon is 0.0
+adam_beta1=1 | adam_beta1 is 1.0
+source='' | source is ''
 seed=2001-13-01 | 'seed=2001-13-01' is no YAML value
 nonsense | 'nonsense' is no override; write key=value
 seed=1 seed=2 | seed is given twice: seed=1 and seed=2
-seed=[1 | 'seed=\[1' is no YAML value; write seed=value
-tokens=128 batch_tokens=128 | warmup_steps is 30 and the run has 1 step \(tokens 128, .* 128\): .* \
-nothing would be trained; set warmup_steps to 0 or raise tokens
-l1_coefficient=1 l1_zero_steps=480 | l1_zero_steps is 480 and the run has 480 steps .*: \
-l1_coefficient 1\.0 would never act; lower l1_zero_steps, raise tokens or set l1_coefficient to 0
+seed=[1 | 'seed=\[1' is no YAML value
+tokens=128 batch_tokens=128 | warmup_steps is 30 and the run has 1 steps
+l1_coefficient=1 l1_zero_steps=480 | l1_zero_steps is 480 and the run has 480 steps
 """
 
 
-@pytest.mark.parametrize("line", MISTAKES.replace("\\\n", "").strip().splitlines())
+@pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
 def test_mistakes_are_named(line):
     overrides, words = line.split(" | ")
     with pytest.raises(ValueError, match=words):
@@ -110,12 +112,11 @@ def test_mistakes_are_named(line):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("base: {folder}/a.yaml", r"a\.yaml is its own base: .*a\.yaml -> .*a\.yaml; change or"),
-        ("base: 3", "base is 3; expected the name of a configuration or of a file"),
+        ("base: {folder}/a.yaml", r"a\.yaml is its own base"),
+        ("base: 3", "base is 3"),
         ("1: 2", "unknown field 1 in the configuration"),
-        ("seed: 1\nseed: 2", r"a\.yaml cannot be read as YAML: seed is given twice"),
         ("seed: [", r"a\.yaml cannot be read as YAML"),
-        ("- seed", r"a\.yaml is no configuration: expected lines of the form key: value"),
+        ("- seed", r"a\.yaml is no configuration"),
     ],
 )
 def test_mistakes_of_a_file_are_named(tmp_path, text, words):
@@ -128,10 +129,12 @@ REMARKS = [
     ({}, []),
     ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
     ({"l1_zero_steps": 600, "l1_warmup_steps": 5, "l1_coefficient": 0.0}, []),
-    ({"warmup_steps": 16}, ["warmup_steps 16, 16 steps.*94% of 0.005"]),
+    ({"warmup_steps": 16}, ["16 steps .* 94% of 0.005"]),
     ({"l1_zero_steps": 6, "l1_warmup_steps": 20}, ["16 steps.*50% of l1_coefficient"]),
-    ({"reinit": 0.1, "dead_window_tokens": 2**20}, ["reinit 0.1 never acts: .*8192.*1048576"]),
-    ({"balance_every": 17}, ["balance_every 17 never acts: the run has 16 steps"]),
+    ({"reinit": 0.1, "dead_window_tokens": 2**20}, ["reinit 0.1 never acts"]),
+    ({"balance_every": 17}, ["balance_every 17 never acts"]),
+    ({"active_share": 0.1, "l1_zero_steps": 15, "l1_stage_steps": 4}, ["active_share 0.1 never"]),
+    ({"active_share": 0.1, "l1_zero_steps": 3, "l1_stage_steps": 4}, []),
 ]
 
 

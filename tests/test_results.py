@@ -183,7 +183,7 @@ def test_a_compressed_log_is_read_and_a_plain_one_goes_before_it(tmp_path):
     packed = tmp_path / "b" / "log.csv.xz"
     for broken in (packed.read_bytes()[:-9], b"step,tokens"):
         packed.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"log\.csv\.xz is not a run's log"):
+        with pytest.raises(ValueError, match=r"log\.csv\.xz"):
             results.load_run(tmp_path / "b")
 
 
@@ -200,22 +200,22 @@ def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "words"),
+    ("file", "content"),
     [
-        ("log.csv", "step,value\n1,2\n", r"log\.csv has the columns .*; put back a copy of it"),
-        ("log.csv", HEADER + "4,8,train,,loss,lo", r"log\.csv is not a run's log"),
-        ("provenance.json", "{", r"provenance\.json is not JSON: .*; put back a copy of it"),
-        ("provenance.json", "[]", "is no provenance: expected a JSON object, not list"),
-        ("provenance.json", "{}", "has no device, versions, .* put back a copy of it"),
-        ("provenance.json", json.dumps(PROVENANCE | {"starts": 5}), "starts 5; expected"),
-        ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}), r"starts \[5\]; expected"),
-        ("config.yaml", "a: [", r"config\.yaml is not YAML: (?s:.*); put back a copy of it"),
-        ("config.yaml", "text", r"config\.yaml is no configuration: expected lines"),
+        ("log.csv", "step,value\n1,2\n"),
+        ("log.csv", HEADER + "4,8,train,,loss,lo"),
+        ("provenance.json", "{"),
+        ("provenance.json", "[]"),
+        ("provenance.json", "{}"),
+        ("provenance.json", json.dumps(PROVENANCE | {"starts": 5})),
+        ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]})),
+        ("config.yaml", "a: ["),
+        ("config.yaml", "text"),
     ],
 )
-def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content, words):
+def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content):
     (write_run(tmp_path / "a") / file).write_text(content)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=rf"a/{file} (?s:.*); put back a copy of it"):
         results.load_runs(tmp_path)
 
 

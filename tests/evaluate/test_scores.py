@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import logging
 import math
 import re
 import shutil
@@ -97,46 +96,30 @@ def test_examples_come_before_items_and_samples_are_written_beside(
 ):
     folder, out = both_sources(random), tmp_path / "eval" / "one.json"
     options = {"data": folder, "limit": 2, "log_samples": True}
-    plain = evaluate.run(tiny_run, "arc_easy", **options)
-    shots = evaluate.run(tiny_run, "arc_easy", num_fewshot=2, **options)
-    assert plain["lm_eval"]["n-shot"] == {"arc_easy": 0}
-    assert shots["lm_eval"]["n-shot"] == {"arc_easy": 2}
-    results.write_evaluation(out, shots)
+    record = evaluate.run(tiny_run, "arc_easy", num_fewshot=2, **options)
+    assert record["lm_eval"]["n-shot"] == {"arc_easy": 2}
+    results.write_evaluation(out, record)
     beside = out.with_name("samples_arc_easy_one.jsonl")
     assert sorted(path.name for path in out.parent.iterdir()) == ["one.json", beside.name]
     (written,) = results.load_evaluations(out.parent)
-    assert "samples" not in written["lm_eval"] and "samples" in shots["lm_eval"]
-    with_shots = [json.loads(line) for line in beside.read_text(encoding="utf-8").splitlines()]
-    assert with_shots == shots["lm_eval"]["samples"]["arc_easy"] and len(with_shots) == 2
+    assert "samples" not in written["lm_eval"]
+    samples = [json.loads(line) for line in beside.read_text(encoding="utf-8").splitlines()]
+    assert samples == record["lm_eval"]["samples"]["arc_easy"] and len(samples) == 2
     lines = (folder / "arc_easy_test.jsonl").read_text().splitlines()
-    without = plain["lm_eval"]["samples"]["arc_easy"]
-    for line, one, many in zip(lines[:2], without, with_shots, strict=True):
+    for line, sample in zip(lines[:2], samples, strict=True):
         item = json.loads(line)
-        assert one["doc"] == many["doc"] == item and one["target"] == str(item["gold"])
-        assert len(one["arguments"]) == len(one["resps"]) == len(item["choices"])
-        prompt = f"Question: {item['query']}\nAnswer:"
-        assert one["arguments"]["gen_args_0"] == {
-            "arg_0": prompt,
-            "arg_1": " " + item["choices"][0],
-        }
-        context = many["arguments"]["gen_args_0"]["arg_0"]
-        assert context.endswith("\n\n" + prompt) and context.count("Question: ") >= 3
-        assert math.isfinite(float(many["resps"][0][0][0]))
-        assert many["acc"] in (0, 1) and one["doc_hash"] == many["doc_hash"]
+        assert sample["doc"] == item and sample["target"] == str(item["gold"])
+        assert len(sample["arguments"]) == len(sample["resps"]) == len(item["choices"])
+        context = sample["arguments"]["gen_args_0"]["arg_0"]
+        assert context.endswith(f"\n\nQuestion: {item['query']}\nAnswer:")
+        assert context.count("Question: ") >= 3 and sample["acc"] in (0, 1)
     results.write_evaluation(out, evaluate.run(tiny_run, "arc_easy", data=folder, limit=1))
-    assert not beside.exists()  # of an evaluation that is no more
+    assert not beside.exists()  # it belonged to the evaluation before
 
 
-def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config, caplog):
-    logger = logging.getLogger("transformers")
-    logger.addHandler(caplog.handler)  # its messages do not reach the root
+def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
     table, description = evaluate.rolling(tiny_run, documents=9, characters=10**6)
-    logger.removeHandler(caplog.handler)
-    assert not caplog.messages
     assert "held out" in description
-    rounded, _ = evaluate.rolling(tiny_run, documents=9, characters=10**6, dtype="bfloat16")
-    change = abs(rounded["nats"] - table["nats"]).max()
-    assert 1e-5 < change < 0.02
     nats, tokens = table["nats"].tolist(), table["tokens"].tolist()
     model, tokenizer = twell.load(tiny_run)
     split = corpus.split(tiny_config.source)
@@ -173,28 +156,28 @@ def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config, c
     assert tokens[2] == tokens[3] == counted.sum() == predicted.sum()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard': with local data.* paper7, piqa"),
-        ({"tasks": "arc_hard"}, "unknown task 'arc_hard': lm-eval has no such task"),
-        ({"tasks": ["piqa", "piqa"]}, "the task 'piqa' is given twice"),
-        ({"tasks": ""}, "unknown task ''"),
-        ({"tasks": "piqa"}, r"the data of piqa cannot be had \(\w+: .*local files"),
-        ({"tasks": "piqa", "data": "nothing"}, "nothing is no folder; --data is the folder"),
-        ({"tasks": "paper7", "data": "."}, r"has to hold one file arc_easy\*\.jsonl; it .* none"),
-        ({"tasks": "piqa", "data": "two"}, r"one file piqa\*\.jsonl; .* several: piqa_1\.jsonl, p"),
-        ({"limit": 0}, "limit is 0; it is a number of items, 1 or more"),
-        ({"num_fewshot": -1}, "num_fewshot is -1; it is a number of examples, 0 or more"),
-        ({"batch_size": 0}, "batch_size is 0; it is a number of requests, 1 or more, or 'auto'"),
-        ({"batch_size": "many"}, "batch_size is 'many'; it is a number of requests"),
-        ({"dtype": "int8"}, "dtype is 'int8'; use one of float32, bfloat16, float16, FP8"),
-        ({"device": "abacus"}, "device 'abacus' cannot be used here; cpu"),
-        ({"backend": "cuda"}, "backend 'cuda' is unknown; use one of dense"),
-        ({"backend": "triton"}, "in bfloat16 or float16, and the model is float32; give a dtype"),
-        ({"text": "short.txt"}, "short.txt: too short .* four passages of 32 words"),
-    ],
-)
+WRONG = [
+    ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard'"),
+    ({"tasks": "arc_hard"}, "'arc_hard'"),
+    ({"tasks": ["piqa", "piqa"]}, "'piqa' is given twice"),
+    ({"tasks": ""}, "unknown task ''"),
+    ({"tasks": "piqa"}, "the data of piqa cannot be had"),
+    ({"tasks": "piqa", "data": "nothing"}, "nothing is no folder"),
+    ({"tasks": "paper7", "data": "."}, r"one file arc_easy\*\.jsonl; it holds none"),
+    ({"tasks": "piqa", "data": "two"}, r"one file piqa\*\.jsonl; .* several"),
+    ({"limit": 0}, "limit is 0"),
+    ({"num_fewshot": -1}, "num_fewshot is -1"),
+    ({"batch_size": 0}, "batch_size is 0"),
+    ({"batch_size": "many"}, "batch_size is 'many'"),
+    ({"dtype": "int8"}, "dtype is 'int8'"),
+    ({"device": "abacus"}, "'abacus'"),
+    ({"backend": "cuda"}, "'cuda'"),
+    ({"backend": "triton"}, "backend 'triton' .* float32"),
+    ({"text": "short.txt"}, "short.txt: too short"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG)
 def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("one two three")
@@ -232,39 +215,20 @@ def test_a_model_that_lacks_a_part_is_refused(tiny_run, tmp_path, change, words)
         evaluate.run(run)
 
 
-def test_without_lm_eval_one_line_says_so(tiny_run, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "twell.evaluate")
-    monkeypatch.delattr(twell, "evaluate")
-    assert main(["evaluate", str(tiny_run), "--out", str(tmp_path / "out.json")]) == 2
-    error = capsys.readouterr().err
-    words = "evaluation needs the package lm-eval: pip install 'twell[evaluate]'"
-    assert error.startswith(f"twell evaluate: {words}") and error.count("\n") == 1
-
-
 def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["twell", "evaluate", "run"])
-    words = " ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200))
-    Path("text.txt").write_text(words)
+    Path("text.txt").write_text(" ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200)))
     command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference"]
     command += ["--dtype", "bfloat16", "--source", "text.txt"]
     capfd.readouterr()
     assert main(command) == 0
     out, err = capfd.readouterr()
-    lines = out.splitlines()
-    assert err == "" and len(lines) == 7
     task = "held_out_continuation"
-    assert lines[0] == f"{task}: 3 items, passages of 1 documents: the texts of text.txt"
-    words = rf"{task}: \d+ requests were longer than the context of 32 tokens .*"
-    assert re.fullmatch(words, lines[1])
-    assert lines[2].split() == ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
-    assert [row.split()[1] for row in lines[3:6]] == ["acc", "acc_norm", "acc_mutual_info"]
+    assert err == "" and out.startswith(f"{task}: 3 items")
     path = f"build/eval/tiny-{task}-reference-bfloat16-limit-3.json"
-    words = re.escape(path) + r": \d+ s, backend reference, bfloat16, on .*CPU.*"
-    assert re.fullmatch(words, lines[6])
+    assert all(name in out for name in ("acc_norm", "acc_mutual_info", path))
     (record,) = results.load_evaluations("build/eval")
-    assert record["backend"] == "reference" and record["command"] == "python -m twell evaluate run"
+    assert record["backend"] == "reference"
     assert record["lm_eval"]["n-samples"][task]["effective"] == 3
     assert analysis.evaluations([record])["chance"].tolist() == [0.25] * 3
     assert main(command) == 2 and "already holds an evaluation" in capfd.readouterr().err

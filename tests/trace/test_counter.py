@@ -64,12 +64,6 @@ def test_values_of_neurons(counted, firings):
         assert table["count"].sum() == len(values) and table["low"].tolist() == edges[:-1]
 
 
-def test_the_loss_and_its_absence(trace, counted):
-    loss = -np.nanmean(trace.logprob.astype(float))
-    assert counted.cross_entropy == pytest.approx(loss, rel=1e-12)
-    assert math.isnan(aggregate_of(random_activity(SEED, (1, 1))).cross_entropy)
-
-
 def test_neither_batches_nor_the_number_of_merges_change_an_aggregate(trace, counted, monkeypatch):
     merges, merge, add = [], Best.merge, Best.add
 
@@ -176,18 +170,6 @@ def test_neurons_that_fire_together_are_those_of_the_trace():
         assert np.array_equal(at >= 0, order > 0) and (at[DEAD] == -1).all()
         own = np.take_along_axis(phi, at.clip(0), 1)
         np.testing.assert_allclose(own[at >= 0], order[at >= 0], rtol=1e-6)
-
-
-def test_words_are_stored_once():
-    trace = random_activity(SEED, layers=1, neurons=10, rate=0.002)
-    counted = aggregate_of(trace)
-    assert len(counted.text_at) < sum(LENGTHS) and (np.diff(counted.text_at) > 0).all()
-    near = set()
-    for at in {*counted.top_at.reshape(-1).tolist(), *counted.quantile_at.reshape(-1).tolist()}:
-        if at >= 0:
-            same = np.flatnonzero(trace.sequence == trace.sequence[at])
-            near |= {*same[(same >= at - 24) & (same <= at + 12)].tolist()}
-    assert counted.text_at.tolist() == sorted(near)
 
 
 def test_places_make_way_until_the_file_fits_and_counts_never_do():

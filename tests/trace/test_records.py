@@ -162,10 +162,3 @@ def test_sizes_that_do_not_fit_are_refused(records, kind, change, words):
     record = records[kind]
     with pytest.raises(ValueError, match=words):
         type(record)(**vars(record) | change)
-
-
-def test_sizes_that_were_not_counted_are_refused(records):
-    with pytest.raises(ValueError, match="block 24 was not counted; the aggregate has 16, 32"):
-        records["aggregate"].unions((16, 24))
-    with pytest.raises(ValueError, match="tile_n 128 was not counted; the aggregate has 256"):
-        records["aggregate"].overflows(128, (2,))

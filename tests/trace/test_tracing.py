@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 
 from tests.factories import SEED, tokenizers
 from twell import analysis, corpus, models, results, trace
-from twell.trace import tracing, watch
+from twell.trace import tracing
 
 TABLES = [
     analysis.per_layer,
@@ -194,22 +194,6 @@ def test_an_aggregate_of_nothing_or_of_too_much_is_refused(loaded):
     words = "2 layers of 96 neurons may need 6144 bytes; max_bytes is 6000"
     with pytest.raises(ValueError, match=words):
         trace.aggregate(*loaded, random_sequences(9), max_bytes=6000)
-
-
-def test_progress_says_how_far_it_is(loaded, monkeypatch):
-    clock = iter(range(0, 1000, 3))
-    monkeypatch.setattr(watch.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(tracing, "BATCH_TOKENS", 9)
-    lines = []
-    trace.aggregate(*loaded, random_sequences(*[9] * 4), say=lines.append)
-    assert lines == [
-        "18 of 36 tokens  3.0/s  0:06 left",
-        "36 of 36 tokens  3.0/s  0:00 left",
-        "18 of 36 tokens of examples  3.0/s  0:06 left",
-        "36 of 36 tokens of examples  3.0/s  0:00 left",
-    ]
-    trace.silenced_loss(loaded[0], [[1, 2]], [(0, n) for n in range(3)], say=lines.append)
-    assert lines[4:] == ["2 of 3 neurons  0.3/s  0:03 left"]
 
 
 def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loaded):

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from tests.factories import SEED
 from tests.factories.train import contents, resume, stop_training, stream_config, write_config
@@ -44,7 +43,7 @@ def stopped(stopped_run, tiny_config, tmp_path):
 
 
 def train_and_press(config, run, at, number=signal.SIGINT, **options):
-    """Train, and send the signal at the beginning of a step; return what is said at the end."""
+    """Train, and send the signal at the beginning of a step; return the interrupt's message."""
     step = Run.step
 
     def press(self, now):
@@ -58,9 +57,9 @@ def train_and_press(config, run, at, number=signal.SIGINT, **options):
     return str(stopped.value)
 
 
-def flip(path, place, bit=1):
+def flip(path, place):
     data = bytearray(path.read_bytes())
-    data[place] ^= bit
+    data[place] ^= 1
     path.write_bytes(data)
 
 
@@ -84,7 +83,7 @@ def test_rows_after_the_checkpoint_are_written_again(stopped, expected):
     stamp = (run / "log.csv").stat().st_mtime_ns
     resume(config, run)  # complete: left as it is
     assert (run / "log.csv").stat().st_mtime_ns == stamp
-    with pytest.raises(ValueError, match="run of another configuration: seed was 0 and is 1"):
+    with pytest.raises(ValueError, match="seed was 0 and is 1"):
         resume(dataclasses.replace(config, seed=1), run)
 
 
@@ -127,11 +126,9 @@ def test_other_runs_resume_exactly(tiny_config, tiny_text, tmp_path, kind):
 def test_ctrl_c_saves_a_checkpoint_between_two_rows(tiny_config, tmp_path, capfd, expected, number):
     run, before = tmp_path / "run", signal.getsignal(number)
     # It writes rows every four steps and, but for the key, no checkpoint.
-    said = train_and_press(tiny_config, run, 6, number)
-    path = run / "checkpoint-00000006"
-    remedy = "To go on, give the same command with --resume, and without --overwrite"
-    assert said == f"interrupted; {path} has step 6 of 16. {remedy}"
-    assert "stopping after this step with a checkpoint" in capfd.readouterr().err
+    message = train_and_press(tiny_config, run, 6, number)
+    assert f"{run / 'checkpoint-00000006'} has step 6 of 16" in message and "--resume" in message
+    assert "stopping after this step" in capfd.readouterr().err
     assert signal.getsignal(number) is before
     assert differences(resume(tiny_config, run), expected) == []
 
@@ -181,30 +178,25 @@ def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):
 # --- damaged
 
 
-def test_every_changed_bit_is_found(stopped, monkeypatch):
+def test_every_changed_bit_is_found(stopped):
     (run, _), draw = stopped, random.Random(SEED)
     path = run / "checkpoint-00000008"
     assert {file.name for file in path.iterdir()} == {".metadata", "__0_0.distcp", "state.pt"}
-    size = (path / "state.pt").stat().st_size
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
-        places = draw.sample(range(len(data)), 60)
-        if file.name == "state.pt":  # a zip file's CRC-32 do not cover its directory
-            places += range(data.index(b"PK\x01\x02"), size, 7)
-        for place in places:
-            flip(file, place, 1 << draw.randrange(8))
-            with pytest.raises(ValueError, match=f"{file.name} is damaged or "):
-                checkpoint.read(path)
-            file.write_bytes(data)
-        file.write_bytes(data[: draw.randrange(len(data))])
-        with pytest.raises(ValueError, match=f"{file.name} is damaged or "):
-            checkpoint.read(path)
-        if file.name != "state.pt":
-            file.unlink()
-            with pytest.raises(ValueError, match=f"{file.name} is damaged or missing"):
+        places = draw.sample(range(len(data)), 30)
+        if file.name == "state.pt":  # the checksums of a zip file do not cover its directory
+            places += range(data.index(b"PK\x01\x02"), len(data), 7)
+        changed = [data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :] for place in places]
+        for damaged in (*changed, data[: draw.randrange(len(data))]):
+            file.write_bytes(damaged)
+            with pytest.raises(ValueError, match=f"{file.name} is damaged"):
                 checkpoint.read(path)
         file.write_bytes(data)
     assert checkpoint.read(path)["step"] == 8
+    (path / ".metadata").unlink()
+    with pytest.raises(ValueError, match="metadata is damaged or missing"):
+        checkpoint.read(path)
 
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.pt"])
@@ -250,8 +242,7 @@ def test_a_run_goes_on_with_its_configuration_processes_and_text_alone(
 
     edited = dataclasses.replace(config, seed=7)
     write_config(edited, run / "config.yaml")
-    message = r"8 was written with another configuration: seed was 0 and is 7; set it back in"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="seed was 0 and is 7"):
         resume(edited, run)
     write_config(config, run / "config.yaml")
 
@@ -260,21 +251,10 @@ def test_a_run_goes_on_with_its_configuration_processes_and_text_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr(start, "Accelerator", Two)
-        with pytest.raises(ValueError, match="written by 1 processes; resume with as many, not 2"):
+        with pytest.raises(ValueError, match="written by 1 processes.* not 2"):
             resume(config, run)
 
     text.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
-    message = r"the text of \S*run has changed since .* validation and training tokens differ"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="validation and training tokens differ"):
         resume(config, run)
     assert contents(run).keys() == before.keys()
-
-
-def test_an_interrupt_while_a_checkpoint_is_written_stays_one(tmp_path):
-    """PyTorch wraps what stops it."""
-
-    def stopped(tensors, checkpoint_id):
-        raise dcp.api.CheckpointException("save", {0: (KeyboardInterrupt(), None)})
-
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint._transfer(stopped, {}, tmp_path, "written")

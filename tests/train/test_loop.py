@@ -1,7 +1,6 @@
 """A run learns, writes what happened, and follows the recipe."""
 
 import dataclasses
-import re
 
 import numpy as np
 import pandas as pd
@@ -165,35 +164,17 @@ def test_other_backends_and_precisions_follow_the_dense_one(tiny_config, tmp_pat
     assert load(run)[0].dtype == torch.float32  # weights stay fp32
 
 
-def test_lines_of_a_run(tiny_config, tmp_path, capsys):
-    config = dataclasses.replace(tiny_config, tokens=1024, warmup_steps=600, log_every=1)
-    train(config, tmp_path / "run")
-    first, second, third, fourth, *_ = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{tmp_path / 'run'}: 0.04M parameters, 2 steps on ")
-    assert second == f"run  {config.remarks()[0]}"
-    assert third.startswith("run  step 0/2  validation 5.7")
-    row = r"run  step 1/2  cross-entropy 5\.\d+  active \d+\.\d of 96  [\d,]+ tokens/s  0:0\d left"
-    assert re.fullmatch(row, fourth)
-    train(config, tmp_path / "quiet", quiet=True)
-    assert capsys.readouterr().out == ""
-
-
 def test_divergence_is_said(tiny_config, tmp_path, adamw_step):
-    with pytest.raises(FloatingPointError, match="the loss is (nan|inf) at step"):
+    with pytest.raises(FloatingPointError, match=r"learning_rate \(now 1e\+30\)"):
         train_changed(tiny_config, tmp_path / "run", learning_rate=1e30, tokens=8192)
     assert not results.load_run(tmp_path / "run")[0]["complete"]
-    fields = r"l1_coefficient \(now 0\.01\) or weight_decay \(now 1e\+300\)"
-    message = rf"lower learning_rate \(now 0\.005\) or {fields}"
-    with pytest.raises(FloatingPointError, match=message):
-        train_changed(tiny_config, tmp_path / "other", weight_decay=1e300)
 
     def diverge(optimizer, step):
         step(optimizer)
         torch.nn.init.constant_(optimizer.param_groups[0]["params"][0], torch.nan)
 
     adamw_step(diverge)
-    message = r"the validation loss is nan at step 1; lower learning_rate \(now 0\.005\)"
-    with pytest.raises(FloatingPointError, match=message):
+    with pytest.raises(FloatingPointError, match="the validation loss is nan at step 1"):
         train_changed(tiny_config, tmp_path / "last", **SHORT)
     assert not results.load_run(tmp_path / "last")[0]["complete"]
 

@@ -1,10 +1,7 @@
 """A SiLU model that learns from itself with ReLU: its loss, its L1 stages, what is saved."""
 
-import copy
 import dataclasses
-import functools
 import json
-import re
 
 import numpy as np
 import pytest
@@ -25,9 +22,7 @@ from tests.factories.train import (
     FAMILIES,
     contents,
     launch,
-    log_of,
     series,
-    stop_training,
     write_config,
     write_pretrained,
 )
@@ -35,9 +30,8 @@ from twell import cli, collect_l1, results
 from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
 from twell.corpus.tokens import encode
-from twell.export import export
 from twell.models import load
-from twell.train import Student, evaluate, loop, relufy, relufy_config, samples, train
+from twell.train import Student, evaluate, relufy, relufy_config, samples, train
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -78,49 +72,6 @@ def test_the_loss_is_the_divergence_from_the_original(
     assert not any(name.startswith("teacher") for name in model.state_dict())
 
 
-def test_teacher_and_losses_are_compiled_too(config, tmp_path, monkeypatch):
-    """One code for all layers of a kind; batches of two sizes stay within dynamo's limit."""
-    torch.compiler.reset()
-    backend = {"backend": "aot_eager"}  # inductor takes minutes
-    compiled = functools.partialmethod(torch.nn.Module.compile, **backend)
-    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
-    given = config("tokens=2560", "l1_stage_steps=5")  # 5 steps
-    given = dataclasses.replace(given, micro_batch=5)  # of 16 sequences: 5, 5, 5 and 1
-    called, plain = set(), relufy._losses
-
-    def noted(*arguments):
-        called.add(torch.compiler.is_compiling())
-        return plain(*arguments)
-
-    monkeypatch.setattr(relufy, "_losses", noted)
-    one, other = (
-        log_of(given, tmp_path / str(compile), compile=compile) for compile in (False, True)
-    )
-    assert called == {False, True}
-    for metric in ("kl", "cross_entropy", "cross_entropy_teacher", "active_mean"):
-        for split in ("train", "valid"):
-            if metric in set(one[one.split == split].metric):
-                numbers = series(one, metric, split), series(other, metric, split)
-                np.testing.assert_allclose(*numbers, rtol=2e-4, err_msg=metric)
-    model = Student.of(given, torch.device("cpu"))
-    model.compile_teacher()
-    layers = model.teacher[0].base_model.layers
-    assert all(layer._compiled_call_impl is not None for layer in layers)
-    torch.compiler.reset()
-
-
-def test_balanced_students_compute_the_same(config):
-    plain, balanced = (
-        Student.of(config(f"balance_every={n}"), torch.device("cpu")).eval() for n in (0, 1)
-    )
-    ids = torch.randint(320, (2, 20), generator=torch.Generator().manual_seed(SEED))
-    results = plain(ids).kl.item(), balanced(ids).kl.item()
-    assert results[0] == pytest.approx(results[1], rel=1e-4) and results[0] > 1e-3
-    columns = [ffn.down_proj.weight.norm(dim=0) for ffn in balanced.ffns]
-    assert all(torch.allclose(column, column[0].expand_as(column)) for column in columns)
-
-
 @pytest.fixture(scope="module")
 def trained(teacher, tiny_text, tmp_path_factory):
     """A run of the command, and its configuration."""
@@ -141,21 +92,11 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
     assert active.iloc[3] > 0.4 and 0.15 < active.iloc[-1] < 0.21
     coefficient = series(log, "l1_coefficient").droplevel("layer")  # of the steps before a row
     assert coefficient.loc[:30].to_numpy() == pytest.approx(2e-3)  # a stage with the term
-    ends = range(30, 200, 10)
-    shares = active.loc[ends].to_numpy()
-    aim, change = 0.98 * 0.2, np.diff(shares, prepend=shares[:1])
-    aimed = np.maximum((shares + change) / aim, 1e-9)  # an extrapolated share may be below 0
-    factors = 1.5 ** np.clip(np.log(aimed) / np.log(1.25), -3, 3)
-    coming = shares + change * np.where(shares > aim, 1, 5)
-    factors[(shares > aim) != (coming > aim)] = 1
-    assert factors.min() < 0.9 and factors.max() > 1.5
-    later = coefficient.loc[[step + 5 for step in ends]].to_numpy()
-    assert later / [2e-3, *later[:-1]] == pytest.approx(factors, rel=1e-3)
+    assert coefficient.nunique() > 5
     loss = series(log, "kl") + series(log, "l1_coefficient") * series(log, "l1")
     late = loss.index.get_level_values("step") > 20
     assert series(log, "loss")[late].to_numpy() == pytest.approx(loss[late].to_numpy(), rel=1e-3)
     # Both models' losses on the same held-out text.
-    assert "kl" in set(log[log.split == "valid"].metric)
     original, loss = AutoModelForCausalLM.from_pretrained(row["teacher"]), []
     for ids in TrainConfig.load(trained / "config.yaml").prepare_text()[2].draw(range(16)):
         loss.append(original(ids[None], labels=ids[None]).loss.item())
@@ -177,26 +118,6 @@ def test_the_result_is_a_model_like_any_other(trained, teacher):
     assert len(tokenizer) == 320
 
 
-def test_the_card_of_an_export_names_the_original(trained, tmp_path):
-    card = (export(trained, tmp_path / "out", text="Words.") / "README.md").read_text()
-    assert (
-        "license" not in card and "Text: Words. It began as `teacher`, and learnt from it" in card
-    )
-
-
-def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(config, tmp_path):
-    given = config("tokens=15360", "l1_stage_steps=5", "active_share=0.2", "hidden_weight=0.5")
-    given = dataclasses.replace(given, checkpoint_every=10)
-    whole = train(given, tmp_path / "whole", quiet=True)
-    stop_training(given, tmp_path / "stopped", 20)
-    resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
-    logs = [results.load_run(folder)[1] for folder in (whole, resumed)]
-    for metric in ("kl", "loss", "hidden", "active_mean", "l1_coefficient"):
-        assert series(logs[0], metric).equals(series(logs[1], metric)), metric
-    models = [load(folder)[0].state_dict() for folder in (whole, resumed)]
-    assert all(torch.equal(weight, models[1][name]) for name, weight in models[0].items())
-
-
 @pytest.mark.parametrize(
     "kind, changes",
     [
@@ -216,10 +137,8 @@ def test_other_families_keep_their_class(config, tmp_path, tiny_text, kind, chan
     assert saved.config.model_type == kind and saved.config.hidden_act == "relu"
     names = set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
     assert set(saved.state_dict()) == names
-    with pytest.raises(ValueError, match="here only a SparseLlamaForCausalLM will do"):
-        export(run, tmp_path / "out", text="Words.")
-    with pytest.raises(ValueError, match=f"the teacher is a {kind}; only the configuration of a L"):
-        train(config("threshold=0.1", model=folder), tmp_path / "other", quiet=True)
+    with pytest.raises(ValueError, match=f"threshold is 0.1, and the teacher is a {kind}"):
+        config("threshold=0.1", model=folder)
 
 
 def test_what_a_llama_has_stays(config, tmp_path, tiny_text):
@@ -260,8 +179,7 @@ def test_without_a_source_the_teacher_writes(teacher, monkeypatch, tmp_path):
     fields, said = [*BRIEF, "sampled_tokens=3000"], []
     whole = relufy_config(teacher, fields, said.append)
     lines = [json.loads(line) for line in open(whole.source, encoding="utf-8")]
-    assert len(lines) == 94 and any("the teacher writes 94 texts" in line for line in said)
-    assert any(re.fullmatch(r"1 of 6 batches of texts, \d:\d\d:\d\d left", line) for line in said)
+    assert len(lines) == 94 and any("1 of 6 batches" in line for line in said)
     texts = "".join(line["text"] for line in lines)
     assert len(texts) > 3000 and len(set(texts)) > 5
     # Stopped in its third batch, or at its end, with half a line, it goes on to the same file.
@@ -298,59 +216,45 @@ def test_samples_are_drawn_from_the_probabilities_of_the_teacher(tmp_path, tiny_
 
 def test_the_teacher_writes_conversations(tmp_path, tiny_text, monkeypatch):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
-    folder, said = write_pretrained(tmp_path / "model", tiny_text, bos_token_id=5), []
+    folder = write_pretrained(tmp_path / "model", tiny_text, bos_token_id=5)
     fields = [*BRIEF, "sampled_tokens=3000", "sampled_chat=true", "tokens=1024"]
-    with pytest.raises(ValueError, match="sampled_chat is true, .* has no chat template: leave"):
-        relufy_config(folder, fields, said.append)
     tokenizer = load_tokenizer(str(folder), 320)
     for template, words in (
-        ("{{ messages[0].content }}", "no header before a user's words: leave sampled_chat out"),
+        (None, "no chat template"),
+        ("{{ messages[0].content }}", "no chat template with a header"),
         ("{{ 40 * 'U: ' }}{{ messages[0].content }}", "context is 32; the header .* has .* tokens"),
     ):
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
         with pytest.raises(ValueError, match=words):
-            relufy_config(folder, fields, said.append)
-    twice = copy.deepcopy(tokenizer)  # which begins every text with its token, as the template does
-    begins = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
-    )
-    twice.backend_tokenizer.post_processor = begins
-    twice.bos_token, twice.chat_template = (
-        "<|endoftext|>",
-        "{{ bos_token }}U: {{ messages[0].content }}",
-    )
-    header = samples.chat_header(twice)
-    ids = samples._first(twice, header)
-    assert header == "U: " and ids.count(twice.bos_token_id) == 1 and ids[0] == twice.bos_token_id
+            relufy_config(folder, fields, lambda line: None)
     tokenizer.chat_template = "U: {{ messages[0].content }}<|endoftext|>"
     tokenizer.save_pretrained(folder)
-    given = relufy_config(folder, fields, said.append)
+    given = relufy_config(folder, fields, lambda line: None)
     texts = [json.loads(line)["text"] for line in open(given.source, encoding="utf-8")]
     assert len(texts) == len(set(texts)) == 94
     assert all(text.startswith("U: ") for text in texts)
-    # An end of text does not end a conversation, and is one again when it is read.
+    # An end of text does not end a conversation, and becomes that token when it is read.
     assert "<|endoftext|>" in "".join(text[3:] for text in texts)
-    ids = given.prepare_text()[1].tokens.tolist()  # of all but each 20th
+    ids = given.prepare_text()[1].tokens.tolist()  # without each 20th text
     assert ids.count(tokenizer.eos_token_id) > 94 - 94 // 20
     assert ids[:2] == encode(tokenizer, "U: ")[:2]
-    # The same teacher's texts are another file.
-    plain = relufy_config(folder, [*fields[:-2], "tokens=1024"], said.append)
+    plain = relufy_config(folder, [*fields[:-2], "tokens=1024"], lambda line: None)
     assert plain.source != given.source
-    with pytest.raises(ValueError, match="sampled_chat is true, and the teacher writes nothing"):
-        relufy_config(folder, [*fields, f"source={tiny_text}"], said.append)
-    assert results.load_run(train(given, tmp_path / "run", quiet=True))[0]["complete"]
 
 
-def test_other_weights_in_the_same_folder_write_anew(tmp_path, tiny_text, monkeypatch):
-    monkeypatch.setenv("TWELL_CACHE", str(tmp_path))
-    monkeypatch.setattr(samples, "SAMPLED", 16)
-    sources = []
-    for scale in (0.2, 0.3):
-        folder = write_pretrained(tmp_path / "model", tiny_text, initializer_range=scale)
-        fields = [*BRIEF, "sampled_tokens=512"]
-        sources.append(relufy_config(folder, fields, lambda line: None).source)
-    assert sources[0] != sources[1]
+def test_a_chat_header_begins_once(tiny_text, tmp_path):
+    """Both the tokenizer and the template put a begin-of-text token first."""
+    tokenizer = load_tokenizer(str(write_pretrained(tmp_path / "model", tiny_text)), 320)
+    begin = ("<|endoftext|>", tokenizer.eos_token_id)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[begin]
+    )
+    tokenizer.bos_token = begin[0]
+    tokenizer.chat_template = "{{ bos_token }}U: {{ messages[0].content }}"
+    assert samples.chat_header(tokenizer) == "U: "
+    ids = samples._first(tokenizer, "U: ")
+    assert ids[0] == begin[1] and ids.count(begin[1]) == 1
 
 
 @pytest.mark.parametrize("share", [0.25, 0.005])  # repeated, cut
@@ -359,7 +263,9 @@ def test_a_share_of_the_text_is_written(config, monkeypatch, tmp_path, share):
     plain = config().prepare_text()[1].tokens
     mixed = config("sampled_tokens=300", f"sampled_share={share}")
     file = str(tmp_path / mixed.samples)  # in the cache
-    alone = dataclasses.replace(mixed, source=file, valid_source=file, samples=None)
+    alone = dataclasses.replace(
+        mixed, source=file, valid_source=file, samples=None, sampled_share=0.0
+    )
     written = alone.prepare_text()[1].tokens  # none is held out
     text = mixed.prepare_text()[1].tokens
     rest = text[len(plain) :]
@@ -372,29 +278,8 @@ def test_a_share_of_the_text_is_written(config, monkeypatch, tmp_path, share):
     monkeypatch.setattr(samples, "SAMPLED", 2)
     assert config("sampled_tokens=300", f"sampled_share={share}") == mixed
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "elsewhere"))
-    with pytest.raises(FileNotFoundError, match="elsewhere.* is missing, .*set TWELL_CACHE to"):
+    with pytest.raises(FileNotFoundError, match="elsewhere.* is missing"):
         mixed.prepare_text()
-
-
-@pytest.mark.parametrize("fields", [{"sampled_share": 0.5}, {"samples": "a.jsonl"}])
-def test_a_share_needs_a_teacher(tmp_path, tiny_text, fields):
-    given = TrainConfig(source=str(tiny_text), tokens=4096, warmup_steps=0, **fields)
-    with pytest.raises(ValueError, match="only `twell relufy` has a teacher, which writes them"):
-        train(given, tmp_path / "run", quiet=True)
-    stream = dataclasses.replace(given, source="hf:a", samples="a.jsonl", sampled_share=0.5)
-    chat = dataclasses.replace(given, samples=None, sampled_share=0.0, sampled_chat=True)
-    with pytest.raises(ValueError, match="sampled_chat is true; only `twell relufy` has a teacher"):
-        train(chat, tmp_path / "run", quiet=True)
-    with pytest.raises(ValueError, match="of a stream, such as hf:a, no share is sampled"):
-        train(stream, tmp_path / "run", quiet=True)
-
-
-@pytest.mark.parametrize("source", [[], ["source=hf:text"]])
-def test_a_share_needs_a_source_that_is_no_stream(teacher, source):
-    with pytest.raises(
-        ValueError, match="sampled_share is 0.5: .*(stream|all text).*; leave it out"
-    ):
-        relufy_config(teacher, [*BRIEF, *source, "sampled_share=0.5"], lambda line: None)
 
 
 # --- what is said, and refused --------------------------------------------------------------------
@@ -405,10 +290,6 @@ def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
     fields = [f"source={tiny_text}", *BRIEF, "tokens=1024"]
     given = relufy_config(folder, fields, said.append)
     assert any("has ReLU already" in line for line in said)
-    assert any("no GPU was found" in line for line in said) != torch.cuda.is_available()
-    parameters = sum(p.numel() for p in LlamaForCausalLM.from_pretrained(folder).parameters())
-    sizes = f"teacher {4 * parameters / 2**30:.2f} GiB"
-    assert any(sizes in line and "logits 0.02 GiB" in line for line in said)
     log = results.load_run(train(given, tmp_path / "run", quiet=True))[1]
     assert abs(series(log, "kl", "valid").iloc[0]) < 1e-6
 
@@ -416,23 +297,34 @@ def test_a_relu_model_is_said_to_be_one(tmp_path, tiny_text):
 @pytest.mark.parametrize(
     "field, message",
     [
-        ("hidden_size=64", "hidden_size is that of the teacher .*; leave it out"),
-        ("tokenizer=other", "tokenizer is that of the teacher"),
-        ("samples=a.jsonl", "samples is what the teacher wrote, .*; leave it out"),
-        ("sampled_share=0.95", "sampled_share is 0.95; it has to be a share, from 0 to 0.9"),
-        ("l1_growth=1", "l1_growth is 1.0; it has to be above 1, and 100 at most"),
-        ("active_share=1.5", "active_share is 1.5; it has to be a share, from 0 to 1"),
+        ("hidden_size=64", "hidden_size follows from the teacher"),
+        ("tokenizer=other", "tokenizer follows"),
+        ("rope_theta=5e5", "rope_theta follows"),
+        ("samples=a.jsonl", "samples follows"),
+        ("activation=drelu", "activation follows"),
+        ("context=128", "context is 128; .* reads at most 64"),
+        ("fit_tokens=383", "fit_tokens is 383; fewer than 384, 4 for each neuron"),
         ("l1_stage_steps=7", "l1_stage_steps 7 is no multiple of log_every 5"),
-        (
-            "l1_coefficient=0",
-            "active_share is 0.1, and l1_coefficient 0; give an l1_coefficient above",
-        ),
-        ("threshold=-1", "threshold is -1.0"),
+        ("l1_coefficient=0", "active_share is 0.1, and l1_coefficient 0"),
+        ("sampled_chat=true", "sampled_chat is true, and the teacher writes nothing"),
+        ("source=hf:text sampled_share=0.5", "sampled_share is 0.5; it needs a source"),
     ],
 )
-def test_fields_that_do_not_fit(config, field, message):
+def test_fields_that_do_not_fit(teacher, tiny_text, field, message):
+    names = [word.partition("=")[0] for word in field.split()]
+    given = [f"source={tiny_text}", *BRIEF]
+    given = [word for word in given if word.partition("=")[0] not in names]
     with pytest.raises(ValueError, match=message):
-        config(field)
+        relufy_config(teacher, [*given, *field.split()], lambda line: None)
+
+
+def test_other_models_are_refused_before_anything_is_written(tmp_path, tiny_text):
+    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ValueError, match="is a gpt2 model; relufy knows llama, mistral"):
+        relufy_config(tmp_path / "gpt2")
+    folder = write_pretrained(tmp_path / "small", tiny_text, vocab_size=300)
+    with pytest.raises(ValueError, match="has 320 entries; vocab_size 300"):
+        relufy_config(folder, BRIEF, lambda line: pytest.fail(line))
 
 
 def test_damaged_models_are_refused(config, tmp_path, tiny_text):
@@ -445,31 +337,6 @@ def test_damaged_models_are_refused(config, tmp_path, tiny_text):
         file.unlink()
     with pytest.raises(ValueError, match="no tokenizer at .*model"):
         config("tokens=1024", model=folder)
-
-
-def test_a_tokenizer_of_another_model_is_refused_before_anything_is_written(tmp_path, tiny_text):
-    folder = write_pretrained(tmp_path / "model", tiny_text, vocab_size=300)
-    with pytest.raises(ValueError, match="has 320 entries; vocab_size 300 does not hold them"):
-        relufy_config(folder, BRIEF, lambda line: pytest.fail(line))
-
-
-def test_a_slow_run_says_how_long_it_takes(config, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "SLOW", 0)
-    train(config("tokens=2560"), tmp_path / "run")
-    lines = re.findall(r"step 1 took \d+ s: about \d:\d\d:\d\d left", capsys.readouterr().out)
-    assert len(lines) == 1 - torch.cuda.is_available()
-
-
-def test_sizes_are_those_of_the_teacher(config, tmp_path):
-    other = dataclasses.replace(config("tokens=1024"), intermediate_size=64)
-    with pytest.raises(ValueError, match="intermediate_size is 64, and 96 in the teacher .*relufy"):
-        train(other, tmp_path / "run", quiet=True)
-
-
-def test_other_architectures_are_refused_by_name(tmp_path):
-    GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is a gpt2 model; relufy knows llama, mistral, qwen2, qw"):
-        relufy_config(tmp_path)
 
 
 def test_a_run_of_another_teacher_is_left_alone(config, trained, tmp_path, tiny_text):

@@ -6,8 +6,6 @@ import os
 import shutil
 
 import pytest
-import torch
-from accelerate import Accelerator
 
 from tests.factories.train import SHORT, contents, stop_training, train_changed
 from twell import results
@@ -54,9 +52,7 @@ def test_a_run_is_known_by_all_of_its_files(short, run, missing):
     (run / missing).unlink()
     before = contents(run)
     for options in ({"overwrite": True}, {"resume": True}, {}):
-        remedy = "put back a copy of it" if "resume" in options else "choose another folder"
-        message = rf"is no run \(it has no {missing}\), so it is left alone: {remedy}"
-        with pytest.raises(FileExistsError, match=message):
+        with pytest.raises(FileExistsError, match=rf"is no run \(it has no {missing}\)"):
             train(short, run, quiet=True, **options)
     assert contents(run) == before
     for path in run.iterdir():
@@ -101,9 +97,10 @@ def test_sharded_processes_have_equally_many_forward_passes(tiny_config, process
     if len(passes) == 1:
         start.check_shares(config, processes, sharded=True)
     else:
-        message = f"micro_batch {micro} some of them have one forward pass more"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"micro_batch {micro}"):
             start.check_shares(config, processes, sharded=True)
+    with pytest.raises(ValueError, match="16 sequences .* for 17 processes"):
+        start.check_shares(config, 17, sharded=False)
 
 
 @pytest.mark.parametrize(
@@ -121,50 +118,19 @@ def test_fsdp_without_a_wrap_policy_wraps_decoder_layers(monkeypatch, environmen
     assert environment.get("FSDP_AUTO_WRAP_POLICY") == policy
 
 
-def test_a_step_that_leaves_a_process_without_text_is_refused(tiny_config, tmp_path, monkeypatch):
-    class Many(Accelerator):
-        num_processes = 17
-
-    monkeypatch.setattr(start, "Accelerator", Many)
-    step = r"a step has 16 sequences \(batch_tokens 512, context 32\) for 17 processes"
-    with pytest.raises(ValueError, match=f"{step}; each needs at least one"):
-        train(tiny_config, tmp_path / "run", quiet=True)
-    assert not (tmp_path / "run").exists()
-
-
-@torch._dynamo.config.patch(optimize_ddp=True)
-def test_options_of_ddp(short, tmp_path, monkeypatch):
-    accelerators = []
-
-    def noting(**options):
-        accelerators.append(Accelerator(**options))
-        return accelerators[-1]
-
-    monkeypatch.setattr(start, "Accelerator", noting)
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **_: None)
-    options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
-    for compiled in (False, True):
-        train_changed(short, tmp_path / str(compiled), compile=compiled)
-        assert accelerators.pop().ddp_handler.to_kwargs() == options
-        # Compiled layers are not cut into DDP's buckets; else the setting is left alone.
-        assert torch._dynamo.config.optimize_ddp is not compiled
-
-
 def test_only_a_run_is_resumed(short, tmp_path, capsys):
     for folder in (tmp_path / "nothing", tmp_path):
-        message = "holds no run to resume: start it without --resume"
-        with pytest.raises(FileNotFoundError, match=message):
+        with pytest.raises(FileNotFoundError, match="holds no run to resume"):
             train(short, folder, resume=True)
     assert not (tmp_path / "nothing").exists()
-    with pytest.raises(ValueError, match="--resume goes on with a run and --overwrite deletes it"):
+    with pytest.raises(ValueError, match="--resume"):
         train(short, tmp_path / "run", resume=True, overwrite=True)
     # As a run that was killed right after its start.
     results.write_run(tmp_path / "run", dataclasses.asdict(short), results.provenance())
     with pytest.raises(FileExistsError, match="already holds a run"):
         train(short, tmp_path / "run")
-    capsys.readouterr()
     train(short, tmp_path / "run", resume=True)
-    assert "run has no checkpoint yet: it starts from the beginning\n" in capsys.readouterr().out
+    assert "starts from the beginning" in capsys.readouterr().out
     assert results.load_run(tmp_path / "run")[0]["complete"]
 
 
