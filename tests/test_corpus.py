@@ -233,26 +233,6 @@ def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
         cache_folder()
 
 
-@pytest.mark.parametrize("name", ["train.npy", "valid.npy", "tokenizer.json"])
-def test_a_damaged_cache_is_named_and_can_be_made_again(source, tmp_path, name):
-    """tests/test_damage.py has other kinds of damage."""
-    options = {"vocab_size": 300, "cache": tmp_path / "cache"}
-    # Mapped files must not shrink.
-    whole = np.array(corpus.prepare(source, **options).train)
-    (folder,) = (tmp_path / "cache").iterdir()
-    message = rf"{name} is damaged .*: delete the folder {folder}, and the text is"
-    data = (folder / name).read_bytes()
-    (folder / name).unlink()
-    with pytest.raises(ValueError, match=message):
-        corpus.prepare(source, **options)
-    (folder / name).write_bytes(data)
-    (folder / name).write_bytes(data[:-100])
-    with pytest.raises(ValueError, match=message):
-        corpus.prepare(source, **options)
-    shutil.rmtree(folder)
-    assert np.array_equal(corpus.prepare(source, **options).train, whole)
-
-
 def test_blocks_are_a_permutation_of_the_text_in_every_epoch():
     tokens = np.arange(1000, dtype=np.uint16)
     blocks = corpus.Blocks(tokens, 30, seed=5)
@@ -374,30 +354,28 @@ def test_the_cache_knows_the_rules_of_a_tokenizer(source, tmp_path):
 def test_text_begins_as_the_tokenizer_begins_it(source, tmp_path):
     """Llama 2 and Mistral have seen a begin-of-text token before every document."""
     plain = tokens_module.train_tokenizer(texts(20), 300)
-    begun = copy.deepcopy(plain)
+    begun, ended = copy.deepcopy(plain), copy.deepcopy(plain)
     begun.add_special_tokens({"bos_token": "<s>"})
-    pair = [("<s>", begun.bos_token_id)]
     begun.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<s> $A", special_tokens=pair
+        single="<s> $A", special_tokens=[("<s>", begun.bos_token_id)]
     )
-    found = []
+    train = []
     for tokenizer in (plain, begun):
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         fields = {"vocab_size": 400, "tokenizer": str(tmp_path / "tokenizer")}
         made = corpus.prepare(str(source), cache=tmp_path / "cache", **fields)
         begin = [begun.bos_token_id] if tokenizer is begun else []
         expected = begin + plain("a", add_special_tokens=False).input_ids
-        assert tokens_module.encode(made.tokenizer, "a") == expected  # streams use it
+        assert tokens_module.encode(made.tokenizer, "a") == expected
         assert trace.encode(made.tokenizer, "a") == expected
-        found.append(made.train.tolist())
-    without, end = [id for id in found[1] if id != begun.bos_token_id], plain.eos_token_id
-    assert without == found[0] and begun.bos_token_id not in found[0]
-    ended = copy.deepcopy(plain)  # puts an end behind a text, which is no beginning
+        train.append(made.train.tolist())
+    assert [id for id in train[1] if id != begun.bos_token_id] == train[0]
+    starts = [0, *(n + 1 for n, id in enumerate(train[1][:-1]) if id == plain.eos_token_id)]
+    assert {train[1][place] for place in starts} == {begun.bos_token_id}
+    # A token after the text is no beginning.
     end = (ended.eos_token, ended.eos_token_id)
     ended.bos_token = ended.eos_token
-    rule = TemplateProcessing(single=f"$A {end[0]}", special_tokens=[end])
-    ended.backend_tokenizer.post_processor = rule
+    ended.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"$A {end[0]}", special_tokens=[end]
+    )
     assert corpus.beginning(ended) == []
-    end = plain.eos_token_id
-    starts = [0, *(n + 1 for n, id in enumerate(found[1][:-1]) if id == end)]
-    assert {found[1][place] for place in starts} == {begun.bos_token_id}

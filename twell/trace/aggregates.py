@@ -21,8 +21,8 @@ PLAIN = {"near": np.int8, "together_at": np.int64, "together": np.float32}
 class Aggregate(files.Record):
     """Counts of T tokens in S sequences, under a model of L layers with N neurons each.
 
-    Counts are int64 and exact. Tokens are numbered over all sequences. Raises ValueError when the
-    sizes do not fit together.
+    Counts are int64 and exact. Tokens are numbered over all sequences. Raises ValueError when
+    counts do not add up to the tokens of the sequences.
     """
 
     # On counts, LZMA saves a third of the bytes that deflate leaves.
@@ -79,34 +79,10 @@ class Aggregate(files.Record):
         for name, shape in absent.items():
             if getattr(self, name) is None:
                 setattr(self, name, np.zeros((*self.value_sum.shape, *shape), PLAIN[name]))
-        for name, expected in self._shapes().items():
-            if (shape := getattr(self, name).shape) != expected:
-                raise ValueError(f"{name} has the shape {shape}; expected {expected}")
         tokens, histogram = self.num_tokens, self.active_histogram[:1]
         for name, counts in (("occurrences", self.occurrences), ("active_histogram", histogram)):
             if (total := counts.sum()) != tokens:
                 raise ValueError(f"{name} counts {total} tokens; the sequences have {tokens}")
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        layers, neurons = self.value_sum.shape
-        top, quantiles = self.top_at.shape[-1], len(self.quantiles)
-        around = (top + quantiles, self.before + 1 + self.after) if self.near.shape[-1] else (0, 0)
-        shapes = {
-            "token_ids occurrences token_active": (len(self.strings),),
-            "position_active": (layers, max(self.lengths, default=0)),
-            "active_histogram": (layers, neurons + 1),
-            "value_edges": (2 * OCTAVES + 1,),
-            "value_histogram": (layers, neurons, 2 * OCTAVES),
-            "abs_sum max_abs": (layers, neurons),
-            "union_sum union_max union_active": (layers, len(BLOCKS)),
-            "overflow_rows overflow_tiles": (layers, len(COMPRESSIONS)),
-            "top_at top_value": (layers, neurons, top),
-            "quantile_at quantile_value": (layers, neurons, quantiles),
-            "text": self.text_at.shape,
-            "near": (layers, neurons, *around),
-            "together": self.together_at.shape,
-        }
-        return {name: shape for names, shape in shapes.items() for name in names.split()}
 
     @property
     def num_tokens(self) -> int:
