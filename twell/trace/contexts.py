@@ -21,7 +21,7 @@ Table = tuple[np.ndarray, np.ndarray]  # firings [L, N, k]: numbers of tokens, -
 
 
 class Contexts(NamedTuple):
-    """Sizes of what is shown of a neuron.
+    """How much an aggregate shows of each neuron.
 
     top: strongest places; quantiles: of h, one place each; before, after: tokens around a place;
     together: neurons that fire with it.

@@ -3,19 +3,20 @@
 The recipe is the paper's Table 2: AdamW, linear warm-up and cosine decay to zero, gradient
 clipping. The L1 term is added to the cross-entropy, and nothing else differs from a dense
 baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate launch --use_fsdp
---fsdp_version 2`. Seed and step alone decide which text a step draws.
+--fsdp_version 2`. The seed and the number of a step decide its text.
 
     start           `train`: checks the folder, holds its lock, runs the loop
     loop            the run: steps, rows, validations, checkpoints
-    build           model, compilation, optimiser
-    text            the tokens of a run, which must not change under it
+    build           model, compilation, optimiser, learning-rate schedule
+    text            the tokens of a run, and their hashes
     validation      loss and activity of a model on held-out text
     dead            dead neurons: windows and remedies
     relufy          a pretrained model that learns from itself, with ReLU
-    fit             how it begins: least squares, layer after layer
-    steer           what brings its activity to the wanted share
+    samples         the text that this model writes
+    fit             a least-squares fit of its layers, before training
+    steer           steers activity to the wanted share
     log             the rows of log.csv
-    checkpoint      the last two checkpoints, and which of them is whole
+    checkpoint      the last two checkpoints
     interrupt, lock Ctrl-C, and one process at a time in a folder
 
 The public functions load at first use.

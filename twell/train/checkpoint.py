@@ -67,8 +67,8 @@ class Checkpoints:
     def read(self, say: Callable[[str], None]) -> dict:
         """Return the state of the newest whole checkpoint with a whole log.
 
-        `say` reports a damaged one. Raises ValueError, naming the files and what is wrong with
-        each, when none is whole.
+        `say` reports a damaged one. Raises ValueError, naming each damaged file, when none is
+        whole.
         """
         problems = []
         for path in self.paths():

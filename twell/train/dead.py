@@ -79,7 +79,7 @@ def balance(model: SparseLlamaForCausalLM) -> None:
 
     The scale moves into the rows of up_proj. No layer's output changes, since act(x Wg) * (x Wu)
     is proportional to the row of Wu (and ReLU to its input). The L1 term changes: it then weighs
-    |h| by what a neuron adds to the residual stream. The length is that of a fresh column,
+    |h| by what a neuron adds to the residual stream. A fresh column has this length,
     `initializer_range` sqrt(K). Columns of zeros and Adam's moments stay. Not in the paper.
     """
     _check_trained(model)

@@ -234,7 +234,7 @@ class Run:
         speed = tokens / (time.perf_counter() - self.since)
         values |= {"lr": self.learning_rate, "grad_norm": norm, "tokens_per_second": speed}
         values |= activity_columns([summarize_activity(*pair) for pair in counts])
-        del values["dead_fraction"]  # of these steps only; the log has that of a whole window
+        del values["dead_fraction"]  # the log has the share in a whole window, below
         if self.sparse.active:
             summary = self.sparse.summary()
             values |= {name: summary[name] for name in ("sparse_layers", "repeated_steps")}
@@ -295,7 +295,7 @@ class Run:
         )
 
     def restart_meters(self) -> None:
-        """Measure speed and memory from now on: the log has those of training only."""
+        """Measure speed and memory from now on: validations and checkpoints do not count."""
         self.since = time.perf_counter()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

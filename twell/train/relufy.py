@@ -6,8 +6,8 @@ of a text, plus the L1 term. With `active_share`, steer.py changes the L1 coeffi
 threshold until this share of the neurons is active. Steps, schedule, checkpoints and log are those
 of any training.
 
-Logits exist for CHUNK tokens at a time, and the backward pass computes them again: those of a whole
-batch would not fit. With `compile`, the teacher's layers and the losses are compiled too:
+Logits exist for CHUNK tokens at a time, and the backward pass computes them again: the logits of a
+whole batch would not fit. With `compile`, the teacher's layers and the losses are compiled too:
 uncompiled, the losses alone move several MB a token. Ours; the paper trains from scratch.
 """
 
@@ -53,8 +53,8 @@ LLAMAS = "llama", SparseLlamaConfig.model_type
 class StudentOutput:
     """Losses in nats a token, and the loss that training minimises:
 
-    kl + l1_scale * l1_coefficient * l1 + hidden_weight * hidden. cross_entropy is that of the text
-    under the student, cross_entropy_teacher under the teacher. hidden is the mean of `_distance`
+    kl + l1_scale * l1_coefficient * l1 + hidden_weight * hidden. cross_entropy is the student's on
+    the text, cross_entropy_teacher the teacher's. hidden is the mean of `_distance`
     over tokens and layers, a ratio. l1 and hidden are None in evaluation mode, and hidden is None
     without a hidden_weight.
     """
@@ -164,7 +164,7 @@ class Student(nn.Module):
     ) -> StudentOutput:
         """Run both models on `input_ids` [B, S] without padding, which are the labels too.
 
-        The totals are those of a step of several micro-batches, as in SparseLlamaForCausalLM.
+        The totals count all micro-batches of a step, as in SparseLlamaForCausalLM.
         """
         (teacher,) = self.teacher
         self._forget()  # outputs of layers that activation checkpointing computed again
