@@ -101,39 +101,27 @@ def local_docs(
             continue
         try:
             item = json.loads(line)
-        except ValueError:  # UnicodeDecodeError is one
-            expected = '{"query": ..., "choices": [...], "gold": 0}'
-            raise ValueError(f"{where} is not JSON: write {expected} a line") from None
-        if problem := _problem(item, num_choices, blank):
-            raise ValueError(f"{where}: {problem}")
-        for text in (item["query"], *item["choices"]):
+            query, choices, gold = item["query"], item["choices"], item["gold"]
+            texts = [query, *choices]
+            fits = isinstance(choices, list) and type(gold) is int and 0 <= gold < len(choices) > 1
+            fits = fits and all(isinstance(text, str) and text.strip() for text in texts)
+        except (ValueError, KeyError, TypeError):
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"{where} is {line[:80]!r}; expected "
+                '{"query": text, "choices": [two or more texts], "gold": index of the right one}'
+            )
+        if num_choices not in (None, len(choices)):
+            raise ValueError(f"{where}: {len(choices)} choices; this task has {num_choices}")
+        if blank is not None and blank not in query:
+            raise ValueError(f'{where}: "query" has no {blank!r} for the blank')
+        for text in texts:
             corpus.checked_text(text, where)
-        items.append({name: item[name] for name in ("query", "choices", "gold")})
+        items.append({"query": query, "choices": choices, "gold": gold})
     if not items:
         raise ValueError(f"{paths[0]} is empty; expected an item a line")
     return _dataset(items, f"{paths[0].name}, sha256 {results.file_hash(paths[0])[:16]}")
-
-
-def _problem(item: Any, num_choices: int | None, blank: str | None) -> str | None:
-    """Return the first problem of an item of a local file, if any."""
-
-    def is_text(value: Any) -> bool:
-        return isinstance(value, str) and bool(value.strip())
-
-    if not isinstance(item, dict) or not {"query", "choices", "gold"} <= set(item):
-        return 'expected an object with "query", "choices" and "gold"'
-    query, choices, gold = item["query"], item["choices"], item["gold"]
-    if not is_text(query):
-        return f'"query" is {query!r}; expected a text'
-    if not (isinstance(choices, list) and len(choices) > 1 and all(map(is_text, choices))):
-        return f'"choices" is {choices!r}; expected a list of two or more texts'
-    if num_choices not in (None, many := len(choices)):
-        return f"{many} choices; this task has {num_choices}"
-    if type(gold) is not int or not 0 <= gold < many:
-        return f'"gold" is {gold!r}; expected the index of the right choice, 0 to {many - 1}'
-    if blank is not None and blank not in query:
-        return f'"query" has no {blank!r} for the blank'
-    return None
 
 
 def _dataset(items: list[dict], description: str) -> dict[str, datasets.Dataset]:
