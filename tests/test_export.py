@@ -114,8 +114,7 @@ def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(
     export = ["export", run, "--trained-on", "a", "--out", str(tmp_path / "new")]
     for command in (trace, [*trace, "--aggregate"], export):
         assert main(command) == 2
-        message = "run has changed since the run started: its validation and training tokens"
-        assert message in capsys.readouterr().err
+        assert "run has changed since the run started" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
