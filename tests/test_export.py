@@ -1,7 +1,6 @@
 """A run given away: the weights, rounded once, and a card that says what the log says."""
 
 import json
-import re
 import shutil
 import stat
 
@@ -61,7 +60,7 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
         f"the run `dense` of commit {dense['commit']}; the price is {price:+.2f}% cross-entropy.",
         f"{len(blocks) * 32:,} tokens of held-out text, in sequences of 32.",
         *("Text: nonsense words", row["command"], row["commit"], 'twell.load("checkpoint")'),
-        "; 2 layers, hidden size 32, 96 neurons a layer, 2 heads,\nvocabulary 320",
+        *("| layers, hidden size | 2, 32 |", "| vocabulary, context | 320, 32 |"),
     ]
     for layer in layers.itertuples():
         numbers = f"{layer.mean:.3g} | {layer.p99:g} | {layer.max:g} | {100 * layer.dead:.2g}%"
@@ -70,8 +69,6 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
         assert line in card, line
     assert str(tmp_path) not in card and str(runs) not in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
-    assert "`LlamaForCausalLM` loads these weights and computes densely" in card
-    assert "import SparseLlamaConfig" in (out / "modeling_twell.py").read_text()
     assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {0o644}
     counted = Aggregate.load(out / "aggregate.npz")
     assert counted.num_tokens == len(blocks) * 32 and counted.meta["run"] == "sparse"
@@ -98,8 +95,7 @@ def test_a_card_names_every_start_no_twin_and_no_path_of_this_machine(runs, tmp_
     card = (tmp_path / "given" / "README.md").read_text()
     assert "`python -m twell train quick source=my/texts tokenizer=words --out run`" in card
     resumes = "commit one, resumed from step 4 on a GPU, commit two and from step 6 on"
-    assert f"{resumes} {first['device']}, commit three;" in card
-    assert "twin" not in card and re.search(r"\| inactive \| [\d.]+% \|\n\n\| layer \|", card)
+    assert f"{resumes} {first['device']}, commit three" in card and "twin" not in card
     assert (tmp_path / "given" / "aggregate.npz").read_bytes() == b"statistics"
 
 

@@ -29,17 +29,12 @@ tags: [llama, sparse, relu, twell]
 ---
 # {name}
 
-A Llama-like language model with {millions:.1f} M parameters whose feed-forward layers are \
-sparse: with {activation}, {active:.3g} of {row[intermediate_size]} \
-neurons a layer ({share:.2g}%) are active for a token of held-out text, so {inactive:.1f}% are
-not. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23198).
+A Llama-like language model with {millions:.1f} M parameters and sparse feed-forward layers: \
+{active:.3g} of {row[intermediate_size]} neurons a layer ({share:.2g}%) are active for a token of \
+held-out text. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23198).
 
-| | this model{twin_head} |
-|---|---:|{twin_rule}
 {rows}
 {twin}
-| layer | active neurons, mean | 99th percentile | maximum | never active |
-|---:|---:|---:|---:|---:|
 {layers}
 
 Both tables are of {valid_tokens:,} tokens of held-out text, in sequences of {row[context]}.
@@ -66,26 +61,19 @@ Text: {text}{teacher}
 
 `{command}`
 
-on {start[device]}, commit {start[commit]}{resumes}; {row[num_layers]} layers, hidden size \
-{row[hidden_size]}, {row[intermediate_size]} neurons a layer, {row[num_heads]} heads,
-vocabulary {row[vocab_size]} (byte-level BPE), context {row[context]}; {millions_of_tokens:.4g} M \
-tokens in all, {row[batch_tokens]:,} a step, peak learning rate {row[learning_rate]:g}, \
-{l1}.
+on {start[device]}, commit {start[commit]}{resumes}
+
+{facts}
+
+The L1 term is the mean over tokens and layers of the sum over neurons of |h|.
 
 ## Limits
 
-A small model for looking at sparse activity, not for answers: what it writes is fluent at best \
-and often wrong. {untuned}
+A small model for looking at sparse activity, not for answers. What it writes is often wrong, and \
+it repeats what its text holds. Nobody has checked it for bias.
 """
 
-# By whether it began as another model: what nobody did.
-UNTUNED = {
-    False: "It has not been tuned to\nfollow instructions, nor checked for bias; "
-    "it repeats what its text holds.",
-    True: "It has not been\nchecked for bias; it repeats what its text and that model hold.",
-}
-
-# By whether transformers' Llama has such layers: what there is without twell.
+# By whether transformers' Llama has such layers
 STOCK = {
     True: "Without\ntwell, `LlamaForCausalLM` loads these weights and computes densely.",
     False: "It needs twell:\n`LlamaForCausalLM` has other layers.",
@@ -101,6 +89,8 @@ class _Run:
         if not self.row["complete"]:
             raise ValueError(f"{path} is not complete; let it finish, or resume it")
         self.layers: pd.DataFrame = analysis.logged_layers(self.log, self.row["intermediate_size"])
+        self.active = self.layers["mean"].mean()
+        self.active_fraction = self.layers["active_fraction"].mean()
 
     def last(self, metric: str) -> float:
         """Return the last value of a metric on the validation text."""
@@ -126,17 +116,13 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
         raise FileExistsError(f"{out} already exists; choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)  # before the evaluation, should that be no folder
     if twin is not None and Path(twin).resolve() == run.resolve():
-        raise ValueError(
-            f"--twin {twin} is the run itself; a twin is another run, usually with l1_coefficient=0"
-        )
+        raise ValueError(f"--twin {twin} is the run itself; give a run with another L1 coefficient")
     runs = [_Run(Path(path)) for path in (run, twin) if path is not None]
-    row = runs[0].row
-    for other in runs[1:]:
-        fields = TrainConfig.__dataclass_fields__.keys() - TWIN_MAY_DIFFER
-        for name in row:
-            if name in fields and row[name] != other.row[name]:
-                values = f"{name} is {other.row[name]!r}, not {row[name]!r}"
-                raise ValueError(f"{twin} is no twin of {run}: {values}")
+    row, other = runs[0].row, runs[-1].row
+    for name in TrainConfig.__dataclass_fields__.keys() - TWIN_MAY_DIFFER:
+        if row.get(name) != other.get(name):
+            values = f"{name} is {other.get(name)!r}, not {row.get(name)!r}"
+            raise ValueError(f"{twin} is no twin of {run}: {values}")
     model, tokenizer = load(run, dtype=torch.bfloat16)
     check_llama(run, model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,71 +155,78 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
 def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str) -> str:
     """Return the model card. `loss` is that of the rounded weights, on `valid_tokens` tokens."""
     run, *twins = runs
-    row, active = run.row, run.layers["mean"].mean()
+    row, name = run.row, out.resolve().name
     start, *resumes = results.load_provenance(run.path)["starts"]
     resumes = [
-        f" from step {one['step']} on {one['device']}, commit {one['commit']}" for one in resumes
+        f"from step {one['step']} on {one['device']}, commit {one['commit']}" for one in resumes
     ]
     price = ""
     for twin in twins:
         percent = 100 * (run.last("cross_entropy") / twin.last("cross_entropy") - 1)
-        name = f"The twin is the run `{twin.row['run']}` of commit {twin.row['commit']}"
-        price = f"\n{name}; the price is {percent:+.2f}% cross-entropy.\n"
-    lines = {
-        "L1 coefficient": [f"{one.row['l1_coefficient']:g}" for one in runs],
-        "cross-entropy, nats a token": [f"{one.last('cross_entropy'):.4f}" for one in runs],
-        "the same from the stored weights, in bf16": [f"{loss:.4f}", *("" for _ in twins)],
-        "the same without feed-forward layers": [
-            f"{one.last('cross_entropy_silenced'):.4f}" for one in runs
+        named = f"The twin is the run `{twin.row['run']}` of commit {twin.row['commit']}"
+        price = f"\n{named}; the price is {percent:+.2f}% cross-entropy.\n"
+    rows = [
+        ["", "this model", *("its twin" for _ in twins)],
+        ["L1 coefficient", *(f"{one.row['l1_coefficient']:g}" for one in runs)],
+        ["cross-entropy, nats a token", *(f"{one.last('cross_entropy'):.4f}" for one in runs)],
+        ["the same from the stored weights, in bf16", f"{loss:.4f}", *("" for _ in twins)],
+        [
+            "the same without feed-forward layers",
+            *(f"{one.last('cross_entropy_silenced'):.4f}" for one in runs),
         ],
-        "active neurons a layer and token": [f"{one.layers['mean'].mean():.3g}" for one in runs],
-        "inactive": [f"{100 - 100 * one.layers['active_fraction'].mean():.2f}%" for one in runs],
-    }
-    share = 100 * active / row["intermediate_size"]
+        ["active neurons a layer and token", *(f"{one.active:.3g}" for one in runs)],
+        ["inactive", *(f"{100 - 100 * one.active_fraction:.2f}%" for one in runs)],
+    ]
+    layers = [["layer", "active neurons, mean", "99th percentile", "maximum", "never active"]]
+    layers += [
+        [
+            f"{one.layer}",
+            f"{one.mean:.3g}",
+            f"{one.p99:g}",
+            f"{one.max:g}",
+            f"{100 * one.dead:.2g}%",
+        ]
+        for one in run.layers.itertuples(index=False)
+    ]
+    steered = run.log.query("split == 'train' and metric == 'threshold'")["value"]
+    threshold = [row.get("threshold") or 0, *steered][-1]
+    act = row["activation"] + (f" above {threshold:.3g}" if threshold else "")
+    facts = [
+        ["layers, hidden size", f"{row['num_layers']}, {row['hidden_size']}"],
+        ["neurons a layer, heads", f"{row['intermediate_size']}, {row['num_heads']}"],
+        ["activation", act],
+        ["vocabulary, context", f"{row['vocab_size']}, {row['context']}"],
+        ["tokens", f"{row['tokens'] / 1e6:.4g} M, {row['batch_tokens']:,} a step"],
+        ["peak learning rate", f"{row['learning_rate']:g}"],
+    ]
     teacher = row.get("teacher")  # whose licence holds for the weights
-    known = row["activation"] in ("relu", "silu") and not row.get("threshold")
-    activation, l1 = _sparsely(run)
+    is_stock = bool(row["gated"] and row["activation"] in ("relu", "silu") and not threshold)
     return CARD.format(
         row=row,
         start=start,
         license="" if teacher else "license: apache-2.0\n",
-        l1=l1,
-        untuned=UNTUNED[bool(teacher)],
+        name=name,
         teacher=f" It began as `{Path(teacher).name}`, and learnt from it." if teacher else "",
-        name=out.resolve().name,
-        stock=STOCK[row["gated"] and known],
-        activation=activation,
+        stock=STOCK[is_stock],
         millions=row["parameters"] / 1e6,
-        millions_of_tokens=row["tokens"] / 1e6,
-        active=active,
-        share=share,
-        inactive=100 - share,
+        active=run.active,
+        share=100 * run.active_fraction,
         twin=price,
-        twin_head=" | its twin" * len(twins),
-        twin_rule="---:|" * len(twins),
-        rows="\n".join(f"| {name} | {' | '.join(cells)} |" for name, cells in lines.items()),
-        layers="\n".join(
-            f"| {one.layer} | {one.mean:.3g} | {one.p99:g} | {one.max:g} | {100 * one.dead:.2g}% |"
-            for one in run.layers.itertuples(index=False)
-        ),
+        rows=_table(rows),
+        layers=_table(layers),
+        facts=_table([["setting", "value"], *facts]),
         valid_tokens=valid_tokens,
         text=text,
         command=_portable(start["command"]),
-        resumes=", resumed" + " and".join(resumes) if resumes else "",
+        resumes=", resumed " + " and ".join(resumes) if resumes else "",
     )
 
 
-def _sparsely(run: _Run) -> tuple[str, str]:
-    """What makes the activations of a model sparse, and what the L1 term was."""
-    row, staged = run.row, " at first (its log has the rest)" if run.row.get("teacher") else ""
-    activation = {"relu": "ReLU"}.get(row["activation"], f"the activation {row['activation']}")
-    if threshold := row.get("threshold"):
-        steered = run.log.query("split == 'train' and metric == 'threshold'")["value"]
-        activation += f" above a threshold of {[threshold, *steered][-1]:.3g}"
-    if not row["l1_coefficient"]:
-        return activation, "no L1 term"
-    l1 = f"L1 coefficient\n{row['l1_coefficient']:g}{staged} on the mean over tokens and layers of "
-    return f"{activation} and an L1 term on\nthe activations", l1 + "the sum over neurons of |h|"
+def _table(rows: list[list[str]]) -> str:
+    """Return rows as a Markdown table; the first one is its head."""
+    head, *rest = [f"| {' | '.join(cells)} |" for cells in rows]
+    rule = "|---|" + "---:|" * (len(rows[0]) - 1)
+    return "\n".join([head, rule, *rest])
 
 
 def _portable(command: str) -> str:

@@ -148,4 +148,5 @@ def test_without_l1_the_threshold_rises_until_few_are_active(
     for metric in ("kl", "active_mean", "threshold"):
         assert series(log, metric).equals(series(again, metric)), metric
     card = (export(run, tmp_path / "out", text="Words.") / "README.md").read_text()
-    assert f"above a threshold of {model.config.activation_threshold:.3g}" in card
+    last = f"{model.config.activation_threshold:.3g}"
+    assert f"| activation | relu above {last} |" in card
