@@ -11,6 +11,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twell
 from tests.factories.models import (
@@ -48,6 +49,7 @@ def logits(model, x):
         ("nemotron", {"mlp_bias": True}),
         ("t5", {"feed_forward_proj": "gated-relu"}),
         ("llama", {"hidden_act": "relu2"}),
+        *((kind, {"hidden_act": "relu"}) for kind in ("llama", "mistral", "qwen2", "qwen3")),
     ],
 )
 def test_a_model_computes_the_same_is_saved_and_comes_back(kind, changes, backend, tmp_path):
@@ -352,6 +354,23 @@ def mixed(**_):
     return model
 
 
+def changed(**changes):
+    """A Llama with changed attributes of a feed-forward module."""
+
+    def change():
+        model = stock("llama")
+        for name, value in changes.items():
+            setattr(model.model.layers[1].mlp, name, value)
+        return model
+
+    return change
+
+
+class Other(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 def dropping():
     model = family("opt")
     model.model.decoder.layers[1].activation_dropout = 0.1
@@ -367,6 +386,10 @@ def dropping():
         (dropping, "activation_dropout=0.1"),
         (lambda: family("t5", feed_forward_proj="gated-gelu"), "NewGELUActivation"),
         (lambda: family("opt", activation_function="gelu"), "'gelu'"),
+        (lambda: stock("gpt2"), "GPT2LMHeadModel"),
+        (changed(__class__=Other), "is a .*Other, not a transformers.*LlamaMLP"),
+        (changed(forward=lambda x: x), "a LlamaMLP has a forward of its own"),
+        (changed(act_fn=nn.SiLU()), r"'relu', .* SiLU\(\)"),
     ],
 )
 def test_models_that_compute_something_else_are_refused_by_name(make, names):

@@ -107,8 +107,7 @@ def test_no_code_runs_without_consent_and_a_missing_twell_is_named(tmp_path):
     assert "trust_remote_code=True" in done.stderr and not (tmp_path / "ran").exists()
     done = run(tmp_path, first=NO_TWELL, loads=AUTO.format(CONSENT))
     assert (tmp_path / "ran").exists()
-    assert "computed by the package twell, which cannot be imported here" in done.stderr
-    assert "with transformers.LlamaForCausalLM" in done.stderr
+    assert "the package twell, which cannot be imported here" in done.stderr
 
 
 def test_without_its_head_the_model_is_not_built():
@@ -134,14 +133,7 @@ def test_a_module_is_loaded_after_the_outermost_of_others(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "names",
-    [
-        "LlamaForCausalLM",
-        *(
-            pytest.param(names, marks=pytest.mark.slow)
-            for names in ("OPTForCausalLM", "AutoModel", "Trainer", "modeling_layers", "pipelines")
-        ),
-    ],
+    "names", ["LlamaForCausalLM", pytest.param("pipelines", marks=pytest.mark.slow)]
 )
 def test_any_class_of_transformers_may_be_imported_after_twell(names):
     """Modules of transformers import each other, so registering must not come too early."""

@@ -2,11 +2,9 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests.factories.models import needs_triton, stock, tokens
 from twell.models import densify, sparse_ffns, sparsify
-from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
 
 BACKENDS = ["dense", "reference"]
@@ -15,29 +13,6 @@ BACKENDS += [pytest.param(name, marks=needs_triton) for name in ("triton", "auto
 
 def assert_close(result, expected):
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_sparsify_and_back(kind, backend, tmp_path):
-    model = stock(kind)
-    x = tokens(2, 12)
-    names = [name for name, _ in model.named_parameters()]
-    before, mlps = model(input_ids=x).logits, [layer.mlp for layer in model.model.layers]
-    assert sparsify(model, backend=backend) is model
-    assert all(isinstance(layer.mlp, SparseFFN) for layer in model.model.layers)
-    assert_close(model(input_ids=x).logits, before)
-    assert [name for name, _ in model.named_parameters()] == names
-    model.save_pretrained(tmp_path)
-    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path)(input_ids=x).logits, before)
-    model.train()
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(2)  # as training would
-    changed = model.eval()(input_ids=x).logits
-    assert densify(model) is model
-    assert [layer.mlp for layer in model.model.layers] == mlps
-    assert_close(model(input_ids=x).logits, changed)
-    assert not torch.allclose(changed, before)
 
 
 # --- adapters
@@ -155,29 +130,6 @@ def test_a_second_sparsify_sets_the_backend_and_densify_restores_strides():
 # --- refusals
 
 
-def test_feed_forward_modules_that_compute_something_else_are_refused():
-    model = stock("llama")
-    mlp = model.model.layers[1].mlp
-
-    class Other(type(mlp)):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    def refused(message):
-        with pytest.raises(ValueError, match=message):
-            sparsify(model)
-
-    mlp.__class__ = Other
-    refused("is a .*Other, not a transformers.*LlamaMLP")
-    mlp.__class__ = Other.__base__
-    mlp.forward = lambda x: x
-    refused("has a forward of its own, which SparseFFN would replace")
-    del mlp.forward
-    mlp.act_fn = torch.nn.SiLU()
-    refused(r"'relu', .* SiLU\(\)")
-    assert not any(isinstance(layer.mlp, SparseFFN) for layer in model.model.layers)
-
-
 def test_silu_needs_relufy():
     model = stock("llama", "silu")
     x = tokens(2, 12)
@@ -191,14 +143,6 @@ def test_silu_needs_relufy():
     assert not torch.allclose(relu, before)
     torch.testing.assert_close(densify(model)(input_ids=x).logits, relu)
     assert model.config.hidden_act == "relu"
-
-
-def test_models_of_another_type_are_refused():
-    model = stock("llama")
-    with pytest.raises(ValueError, match="was not made by twell.sparsify"):
-        densify(model)
-    with pytest.raises(ValueError, match="has no SparseFFN layer"):
-        sparse_ffns(model)
-    other = stock("gpt2", activation_function="relu", n_inner=84, hidden_size=32)
-    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
-        sparsify(other)
+    for refuse in (densify, sparse_ffns):
+        with pytest.raises(ValueError, match="LlamaForCausalLM"):
+            refuse(model)

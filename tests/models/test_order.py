@@ -65,8 +65,7 @@ def test_training_has_the_same_loss_and_gradients():
         torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "t5"])
-@pytest.mark.parametrize("between", [(1, 8), (2, 16)])
+@pytest.mark.parametrize(("kind", "between"), [("llama", (1, 8)), ("t5", (2, 16))])
 def test_activation_checkpointing_has_the_same_gradients(kind, between):
     own = {"ffn_backend": "reference", "l1_coefficient": 0.0}
     model = make(**own) if kind == "llama" else family(kind, dropout_rate=0.0)
@@ -103,13 +102,13 @@ def test_an_order_stays_right_when_the_model_changes():
 def test_models_that_have_no_order():
     with pytest.raises(ValueError, match="has no SparseFFN layer"):
         twell.order_tokens(family("opt"))
-    with pytest.raises(ValueError, match="Sequential has no get_input_embeddings"):
+    with pytest.raises(ValueError, match="Sequential"):
         twell.order_tokens(torch.nn.Sequential(twell.SparseFFN(16, 32)))
-    with pytest.raises(ValueError, match="clusters is 0; it has to be at least 1"):
+    with pytest.raises(ValueError, match="clusters is 0"):
         twell.order_tokens(make(), clusters=0)
     model = make()
     model.get_input_embeddings().to("meta")
-    with pytest.raises(ValueError, match="the input embedding is offloaded"):
+    with pytest.raises(ValueError, match="offloaded"):
         twell.order_tokens(model)
 
 
