@@ -241,7 +241,7 @@ def test_relufied_runs_compare():
     for name, (limit, commands) in record.RELUFIED.items():
         words = commands[0].format(model="m", corpus="c", out="o").split()
         assert words[:3] == ["twell", "relufy", "m"] and commands[-1].startswith("scripts.keep")
-        config = TrainConfig.load("relufy", words[3 : words.index("--out")])
+        config = TrainConfig.load("relufy", [*words[3 : words.index("--out")], "teacher=m"])
         assert words[-1] == f"o/runs/{name}" and limit > 3 * config.tokens / 2e5
         assert 29.5 < config.steps / config.l1_stage_steps < 31
         assert config.l1_zero_steps == config.l1_stage_steps
