@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import empty_quantized, note_quantization
 from twell.sparse.activations import ACTIVATIONS
-from twell.sparse.float8 import BF16_DOWN, FLOAT8, QUANTIZATION
+from twell.sparse.float8 import FLOAT8, FP8_DOWN, QUANTIZATION
 
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
@@ -74,7 +74,7 @@ def read_config(folder: Path) -> SparseLlamaConfig:
         raise ValueError(f"{path}: dtype is {names[0]!r}; expected one of {DTYPE_NAMES}")
     fields["dtype"] = names[0] if names else None
     quantization = fields.pop("quantization_config", None)
-    if quantization not in (None, QUANTIZATION, BF16_DOWN):
+    if quantization not in (None, QUANTIZATION, FP8_DOWN):
         raise ValueError(
             f"{path} has the quantization_config {quantization}; twell reads FP8 weights of "
             "twell.quantize_ only"

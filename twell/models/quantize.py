@@ -30,8 +30,8 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
 
     module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: a
     `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
-    take 5 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 4 of
-    4), and one less with `down=False`. Every backend computes with them; `twell.sparse.float8` has the formula. Saved Llamas keep
+    take 4 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 3 of
+    4), and one more with `down=True`. Every backend computes with them; `twell.sparse.float8` has the formula. Saved Llamas keep
     them, and `twell.load` reads them; it refuses saved FP8 weights of other models.
 
     Nothing changes unless every layer can be quantised. Raises ValueError for a model without
@@ -51,14 +51,14 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
         for name, part in _parts(ffn):
             _replace(ffn, name, Float8Linear.of(part, **options).train(part.training))
         ffn.chooser.quantized = True
-    _keep_down(module, getattr(config, "down", True))
+    _keep_down(module, getattr(config, "down", False))
 
 
 def _keep_down(module: nn.Module, in_fp8: bool) -> None:
     """Keep down in FP8 for dense passes, or not, and say so in the configurations."""
     for ffn in sparse_ffns(module):
         ffn.keep_down(in_fp8 and ffn.intermediate_size % float8.MULTIPLE == 0)
-    _note(module, dict(float8.QUANTIZATION if in_fp8 else float8.BF16_DOWN))
+    _note(module, dict(float8.FP8_DOWN if in_fp8 else float8.QUANTIZATION))
 
 
 def _parts(ffn: SparseFFN) -> list[tuple[str, nn.Module]]:
@@ -182,17 +182,14 @@ def quantization_of(module: nn.Module) -> Any:
 
 def _form(module: nn.Module) -> dict:
     """How the layers in FP8 compute down in dense passes, as config.json says it."""
-    in_bf16 = [
-        ffn.dense_down is None and ffn.intermediate_size % float8.MULTIPLE == 0
-        for ffn in sparse_ffns(module)
-    ]
-    return float8.BF16_DOWN if any(in_bf16) else float8.QUANTIZATION
+    in_fp8 = any(ffn.dense_down is not None for ffn in sparse_ffns(module))
+    return float8.FP8_DOWN if in_fp8 else float8.QUANTIZATION
 
 
 def _other(part: nn.Module) -> Any:
     """The quantisation of a model's configuration, if it is another than FP8."""
     present = getattr(part.config, "quantization_config", None)
-    ours = isinstance(present, _Config) or present in (float8.QUANTIZATION, float8.BF16_DOWN)
+    ours = isinstance(present, _Config) or present in (float8.QUANTIZATION, float8.FP8_DOWN)
     return None if ours else present
 
 
@@ -201,10 +198,10 @@ class _Config(QuantizationConfigMixin):
     """`float8.QUANTIZATION` as transformers keeps it while it loads a model."""
 
     def __init__(self, **fields: Any):
-        if fields not in (float8.QUANTIZATION, float8.BF16_DOWN):
+        if fields not in (float8.QUANTIZATION, float8.FP8_DOWN):
             raise ValueError(f"quantization_config is {fields}; expected {float8.QUANTIZATION}")
         self.quant_method = fields["quant_method"]
-        self.down = fields.get("down", True)
+        self.down = fields.get("down", False)
 
 
 @register_quantizer(float8.QUANTIZATION["quant_method"])

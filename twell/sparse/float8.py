@@ -29,7 +29,7 @@ from twell.sparse.reference import add_bias
 FLOAT8 = torch.float8_e4m3fn
 # In config.json, where transformers looks: it warns of a method that it does not know.
 QUANTIZATION = {"quant_method": "twell_float8", "granularity": "per_row"}
-BF16_DOWN = {**QUANTIZATION, "down": False}  # where dense passes keep down in bf16, too
+FP8_DOWN = {**QUANTIZATION, "down": True}  # where dense passes have down in FP8, too
 LARGEST = torch.finfo(FLOAT8).max
 SMALLEST = 1e-12  # of amax, as in torchao: a row of zeros has a scale too
 CAPABILITY = 8, 9  # the first with tensor cores for FP8
@@ -55,7 +55,7 @@ class Float8DynamicActivationFloat8WeightConfig:
 
     granularity: Any = PerRow()
     keep_original: bool = False
-    down: bool = True
+    down: bool = False
 
     def __post_init__(self):
         if type(self.granularity).__name__ != "PerRow":

@@ -522,10 +522,11 @@ class SparseFFN(nn.Module):
         return [*tensors, scale, gate[2], up[2]]
 
     @property
-    def _down(self) -> tuple[Tensor, Tensor] | None:
-        """The down projection in FP8 for the dense path; with an edit there is none."""
+    def _down(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """The argument of the kernels for down in FP8, where there is one; an edit changes down."""
         part = self.dense_down
-        return None if part is None or self.edit is not None else (part.weight, part.weight_scale)
+        kept = part is not None and self.edit is None
+        return {"down": (part.weight, part.weight_scale)} if kept else {}
 
     def _reference(self, rows: Tensor, wants: Wants) -> Result:
         if self.quantized and (wants.l1 or wants.activity):
@@ -580,7 +581,7 @@ class SparseFFN(nn.Module):
         with without_autocast(rows.device.type):
             # `forward` has asked whether the layer is readable, as the property `path` would again.
             path = self._path or ops.choose(rows.shape[0])
-            return Result(ops.run(path, *tensors, act=self.act, down=self._down))
+            return Result(ops.run(path, *tensors, act=self.act, **self._down))
 
     def _auto(self, rows: Tensor, wants: Wants) -> Result:
         if not self._has_kernels:
@@ -612,8 +613,8 @@ class SparseFFN(nn.Module):
                 if unloaded is not None:
                     ops.run(unloaded, *tensors, act=self.act)
                 if not waits:
-                    given = {"activity": activity, "act": self.act, "down": self._down}
-                    result = Result(ops.run(path, *tensors, **given))
+                    given = {"activity": activity, "act": self.act}
+                    result = Result(ops.run(path, *tensors, **given, **self._down))
         if result is None:
             chooser.note_quick(num_tokens)
             result = self._dense(rows, wants)
