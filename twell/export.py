@@ -119,8 +119,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
         raise ValueError(f"--twin {twin} is the run itself; give a run with another L1 coefficient")
     runs = [_Run(Path(path)) for path in (run, twin) if path is not None]
     row, other = runs[0].row, runs[-1].row
-    for name in TrainConfig.__dataclass_fields__.keys() - TWIN_MAY_DIFFER:
-        if row.get(name) != other.get(name):
+    for name in TrainConfig.__dataclass_fields__:
+        if name not in TWIN_MAY_DIFFER and row.get(name) != other.get(name):
             values = f"{name} is {other.get(name)!r}, not {row.get(name)!r}"
             raise ValueError(f"{twin} is no twin of {run}: {values}")
     model, tokenizer = load(run, dtype=torch.bfloat16)

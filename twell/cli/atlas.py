@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from twell.cli.common import BUILD, OUTPUT, option
+from twell.cli.common import BUILD, OUTPUT, Statistics, option
 
 EXAMPLE = "twell atlas data/checkpoints/twell-6m"
 
@@ -19,14 +19,7 @@ def command(
             metavar="MODEL", help="A run or a folder with a model, or an aggregate's .npz file."
         ),
     ],
-    aggregate: Annotated[
-        Path | None,
-        option(
-            "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in "
-            "the model's folder.",
-            metavar="FILE",
-        ),
-    ] = None,
+    aggregate: Statistics = None,
     labels: Annotated[
         Path | None,
         option(

@@ -37,6 +37,16 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+Overwrite = Annotated[bool, option("Replace what is already there.", OUTPUT, name="--overwrite")]
+Resume = Annotated[bool, option("Go on from the run's checkpoint.", name="--resume")]
+Statistics = Annotated[
+    Path | None,
+    option(
+        "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in the "
+        "model's folder.",
+        metavar="FILE",
+    ),
+]
 Bench = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
 Energy = Annotated[
     bool, option("Also measure energy: over a second more for each row.", name="--energy")

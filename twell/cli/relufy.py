@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from twell.cli.common import OUTPUT, RUNS, Overrides, option
+from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option
 from twell.cli.train import end_processes
 from twell.config import TrainConfig
 
@@ -30,10 +30,8 @@ def command(
             f"The run's folder; default: {RUNS}/MODEL-relu-ACTIVE_SHARE.", OUTPUT, metavar="DIR"
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, option("Replace a run that is already there.", OUTPUT, name="--overwrite")
-    ] = False,
-    resume: Annotated[bool, option("Go on from the run's checkpoint.", name="--resume")] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
 ) -> None:
     """Exchange the SiLU of a pretrained model for ReLU, and let it learn from the original.
 

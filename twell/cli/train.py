@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from twell.cli.common import OUTPUT, RUNS, Overrides, option
+from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option
 
 EXAMPLE = "twell train quick l1_coefficient=3e-3 --out runs/quick"
 
@@ -31,12 +31,8 @@ def command(
             metavar="DIR",
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, option("Replace a run that is already there.", OUTPUT, name="--overwrite")
-    ] = False,
-    resume: Annotated[
-        bool, option("Go on from the run's checkpoint; see checkpoint_every.", name="--resume")
-    ] = False,
+    overwrite: Overwrite = False,
+    resume: Resume = False,
 ) -> None:
     """Train a model with the L1 term."""
     from twell.train import TrainConfig, train
