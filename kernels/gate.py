@@ -10,7 +10,8 @@ in panels of 64 tokens by neurons (union). On sm_90, gate_hopper.py computes the
 
     x [M, K], K a multiple of 16    w [N, K]    b [N] or None    W = N rounded up to 256
     by tokens    g [M, W]         bits [tokens, W / 32] int32, bit i of word j: neuron 32 j + i
-    by neurons   g [tokens / 64, W, 64]    bits [tokens / 32, W] int32, bit i of word j: token 32 j + i
+    by neurons   g [tokens / 64, W, 64]
+                                  bits [tokens / 32, W] int32, bit i of word j: token 32 j + i
 
 Reference: twell.sparse.reference.gate_pack.
 """
@@ -147,13 +148,11 @@ def empty_gate(
     dtype = torch.bfloat16 if x.itemsize == 1 else x.dtype
     tokens, width = round_up(x.shape[0], block_m), round_up(intermediate_size, 256)
     if by_neuron:
-        g, shape = (
-            x.new_empty(tokens // PANEL.value, width, PANEL.value, dtype=dtype),
-            (tokens // 32, width),
-        )
+        of_g, of_bits = (tokens // PANEL.value, width, PANEL.value), (tokens // 32, width)
     else:
-        g, shape = x.new_empty(x.shape[0], width, dtype=dtype), (tokens, width // 32)
-    return g, torch.empty(shape, dtype=torch.int32, device=x.device)
+        of_g, of_bits = (x.shape[0], width), (tokens, width // 32)
+    bits = torch.empty(of_bits, dtype=torch.int32, device=x.device)
+    return x.new_empty(of_g, dtype=dtype), bits
 
 
 def gate_bits(
@@ -182,17 +181,15 @@ def gate_bits(
     options = launch_options(hopper_name(by_neuron) if hopper else name, x.device, fp8=fp8)
     block_m, block_n, block_k = (options[name] for name in ("BM", "BN", "BK"))
     g, bits = empty_gate(x, intermediate_size, block_m, by_neuron)
+    stored, panel = g, PANEL.value
     if hopper:
         from twell.kernels import gate_hopper
 
-        kernel, blocks = gate_hopper.gate_hopper_kernel, gate_hopper.blocks
-        g_block, g_blocks = [PANEL.value, PANEL.value], g.view(-1, PANEL.value) if by_neuron else g
+        kernel, blocks, block = gate_hopper.gate_hopper_kernel, gate_hopper.blocks, [panel, panel]
+        stored = g.view(-1, panel) if by_neuron else g
     else:
         kernel, blocks = gate_bits_kernel, descriptor
-        g_block = (
-            [block_m // PANEL.value, block_n, PANEL.value] if by_neuron else [block_m, block_n]
-        )
-        g_blocks = g
+        block = [block_m // panel, block_n, panel] if by_neuron else [block_m, block_n]
     num_tiles = cdiv(num_tokens, block_m) * cdiv(intermediate_size, block_n)
     num_programs = min(num_processors(x.device), num_tiles)
     kernel[(num_programs,)](
@@ -200,7 +197,7 @@ def gate_bits(
         blocks(w, [block_n, block_k]),
         b,
         *scales,
-        blocks(g_blocks, g_block),
+        blocks(stored, block),
         bits,
         zero,
         threshold or None,

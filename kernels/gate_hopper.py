@@ -1,14 +1,14 @@
-"""The gate by neurons on Hopper (sm_90), in Gluon: the bits of `gate_bits_kernel`, sooner.
+"""The gate on Hopper (sm_90), in Gluon: the bits of `gate_bits_kernel`, sooner.
 
-A product keeps the tensor cores busy; storing its tile does not. So a tile is stored while the first
-steps of the next one run. One warp loads; two groups of four warps multiply, each half of the
-neurons of a tile:
+A product keeps the tensor cores busy; storing its tile does not. So a tile is stored while the
+first steps of the next one run. One warp loads; two groups of four warps multiply, each half of the
+rows of a tile. Rows are neurons and columns tokens, or by tokens the other way round:
 
     loader          load 0 | load 1 | load 2 | load 3 | ...
     consumers       multiply 0 | multiply 1, store 0 | multiply 2, store 1 | ...
 
-A ring of STAGES buffers holds the operands. Step i of a program uses buffer i % STAGES, for the time
-i // STAGES. Two kinds of barriers guard the ring. A barrier goes through phases; phase t completes:
+A ring of STAGES buffers holds the operands. Step i of a program uses buffer i % STAGES, for the
+time i // STAGES. Two kinds of barriers guard the ring. A barrier goes through phases; phase t completes:
 
     full[s]     when the operands of time t lie in buffer s: the consumers wait for that
     empty[s]    when both consumers have read buffer s at time t: the loader fills it for t + 1 then
@@ -137,7 +137,7 @@ def words_of(g):
 
 @gluon.jit
 def store_words(bits, row, column, limit, bits_ptr, bits_stride, BY_NEURON: gl.constexpr):
-    """Stores words of a panel, without bits of columns from `limit` on: relu(bias) is not active."""
+    """Stores words of a panel; bits of columns from `limit` on are 0: relu(bias) is not active."""
     layout: gl.constexpr = bits.type.layout
     words = column // 32 + gl.arange(0, bits.shape[1], layout=gl.SliceLayout(0, layout))
     inside = limit - words * 32

@@ -337,9 +337,9 @@ def run(
 ) -> Tensor:
     """y [M, K] by a path of FUNCTIONS, for the tensors of the operator; no gradients.
 
-    path: None chooses by the number of tokens. `activity`: see the module; dense ignores it. `down`:
-    w_down in FP8 for the dense path (dense.py). `out` [M, K]: where y goes. Raises ValueError for `activity` under torch.compile, RuntimeError where a
-    tensor requires gradients.
+    path: None chooses by the number of tokens. `activity`: see the module; dense ignores it.
+    `down`: w_down in FP8, for the dense path alone (dense.py). `out` [M, K]: where y goes. Raises
+    ValueError for `activity` under torch.compile, RuntimeError where a tensor requires gradients.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
         raise RuntimeError(
@@ -362,40 +362,29 @@ def run(
             y = operator(x, *tensors, **given, path=path)
         return y if out is None else out.copy_(y)
     path = known_path(path) or choose(len(x))
-    y = _run(path, x, *tensors, activity=activity, act=act, down=down, out=out)
+    options = {"down": down} if path == "dense" else {"activity": activity}
+    options = {name: value for name, value in (options | {"out": out}).items() if value is not None}
+    y = _run(path, x, *tensors, act=act, **options)
     if out is not None:  # a launch is no in-place operation of torch, of which autograd knows
         torch.autograd.graph.increment_version(out)
     return y
 
 
-def _run(
-    path: str,
-    x: Tensor,
-    *tensors: Tensor | None,
-    activity: Tensor | None = None,
-    act: Activation = RELU,
-    down: tuple[Tensor, Tensor] | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`run` in a plain call, by a CUDA graph where it came with the same addresses before."""
-    options = {"act": act}
-    if out is not None:
-        options["out"] = out
-    if path == "dense":
-        return launch(dense.ffn, x, *tensors, **options, down=down)
-    if activity is not None:
-        options["activity"] = activity
-    if INTERPRETED or not replay.fits(x):
-        return launch(FUNCTIONS[path], x, *tensors, **options)
-    y = options["out"] = empty_output(x) if out is None else out
-    given = x, *tensors, y, activity
+def _run(path: str, x: Tensor, *tensors: Tensor | None, act: Activation, **options) -> Tensor:
+    """`run` in a plain call, by a CUDA graph where it came with the same addresses before.
+
+    The options are those of the path's function that are given.
+    """
+    ffn = FUNCTIONS[path]
+    if path == "dense" or INTERPRETED or not replay.fits(x):
+        return launch(ffn, x, *tensors, act=act, **options)
+    if "out" not in options:
+        options["out"] = empty_output(x)
+    given = x, *tensors, *options.values()
     case = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in given]
-    replay.replay(
-        (path, act.name, act.threshold, *case),
-        x.device,
-        lambda: launch(FUNCTIONS[path], x, *tensors, **options),
-    )
-    return y
+    key = path, act.name, act.threshold, *options, *case
+    replay.replay(key, x.device, lambda: launch(ffn, x, *tensors, act=act, **options))
+    return options["out"]
 
 
 def choose(num_tokens: int) -> str:

@@ -32,7 +32,7 @@ gate_tokens_fp8 | BM BN BK w s | 64 128 32 4 2| | 128 128 64 8 3 | 128 256 128 8
 gate_neurons_fp8| BM BN BK w s | 128 64 32 4 2| | 128 128 64 8 3 | 256 128 128 8 3| 256 128 64 8 3
 
 gate_hopper.py, on sm_90 alone; w of a consumer; the compiler pipelines nothing. On an H100, 131,072
-tokens: 4.19 ms, in groups of 8 4.58, gate_neurons 4.48, cuBLAS 4.24 [The gate by panels].
+tokens: 4.19 ms, in groups of 8 4.58, gate_neurons 4.48, cuBLAS 4.24 [One gate on Hopper].
 gate_neurons_hopper     | BM BN BK STAGES GROUP w s | | | | 256 128 64 4 4 4 1
 gate_neurons_hopper_fp8 | BM BN BK STAGES GROUP w s | | | | 256 128 128 4 4 4 1
 gate_tokens_hopper      | BM BN BK STAGES GROUP w s | | | | 128 256 64 4 8 4 1
@@ -165,7 +165,8 @@ DEPENDENT_TOKENS = 256
 def block_tokens(*, fp8: bool) -> int:
     """Tokens that share a union in inference.
 
-    131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84 [Blocks].
+    131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84
+    [One gate on Hopper].
     """
     return 64 if fp8 else 128
 

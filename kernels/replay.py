@@ -1,6 +1,6 @@
 """CUDA graphs of eager calls that come again with the same addresses.
 
-Three or four launches of a path cost the host more than the GPU of a small layer. Launches depend on
+The launches of a small layer take longer on the host than its kernels on the GPU. They depend on
 their arguments alone, and in a model that runs again and again the caching allocator gives every
 layer the same addresses. So `replay` captures the launches of a case that comes again, and replays
 the graph from then on. The kernels, their order and the bits stay the same.

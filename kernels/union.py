@@ -203,16 +203,13 @@ def union_up_kernel(
             number, lists_ptr, counts_ptr, queue_ptr, width, max_tiles, BN
         )
         columns = block.to(tl.int64) * BM + tl.arange(0, BM)
+        of_columns = columns // PANEL * width * PANEL + columns % PANEL  # in the panels of g
         u = None
         if GATED:
             u = listed_product(x_desc, w_ptr, block * BM, neurons, tl.arange(0, BK), K, EVEN, BM)
             u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
             u = with_bias(u, b_ptr, neurons, None, True)
-        g = tl.load(
-            g_ptr
-            + neurons[:, None] * PANEL
-            + (columns // PANEL * width * PANEL + columns % PANEL)[None, :]
-        ).to(tl.float32)
+        g = tl.load(g_ptr + neurons[:, None] * PANEL + of_columns[None, :]).to(tl.float32)
         h = hidden(g, u, places, count, h_ptr.dtype.element_ty, ACT)
         _store(h_ptr, h, block, places, width, BM)
 

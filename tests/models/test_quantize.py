@@ -38,13 +38,17 @@ def saved(tmp_path):
     return model, tmp_path
 
 
+@pytest.mark.parametrize("down", [False, True])
 @torch.no_grad()
-def test_a_saved_model_is_loaded_with_its_bits(saved, tmp_path):
-    model, folder = saved
+def test_a_saved_model_is_loaded_with_its_bits(tmp_path, down):
+    model, folder = in_bf16(make(l1_coefficient=0.0, intermediate_size=96)), tmp_path
+    twell.quantize_(model, twell.Float8DynamicActivationFloat8WeightConfig(down=down))
+    model.save_pretrained(folder)
     ids = tokens(2, 9)
     for loaded in (AutoModelForCausalLM.from_pretrained(folder), twell.load(folder)[0]):
         assert torch.equal(loaded(ids).logits, model(ids).logits)
         assert all(type(ffn.gate_proj) is Float8Linear for ffn in loaded.ffns)
+        assert all((ffn.dense_down is not None) == down for ffn in loaded.ffns)
     loaded.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     for name, tensor in load_file(folder / "model.safetensors").items():

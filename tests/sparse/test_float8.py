@@ -81,6 +81,33 @@ def test_every_path_and_silenced_neurons(path):
 
 
 @GATED
+@pytest.mark.parametrize("backend", ["dense", "triton"])
+@torch.no_grad()
+def test_down_in_fp8_of_dense_passes(gated, backend):
+    if backend == "triton" and twell.backend_status()["triton"]:
+        pytest.skip("no kernels here")
+    ffn, x = layer(gated), inputs(3, 7)
+    before, names = copy.deepcopy(ffn), [*ffn.state_dict()]
+    twell.quantize_(ffn, Float8DynamicActivationFloat8WeightConfig(down=True))
+    sparsely = expected(ffn, x)
+    ffn.backend, ffn.path = backend, "dense"
+    _, h = ffn.activations(x)
+    h, w = (float8.wide(*float8.quantize(t)) for t in (h.flatten(0, -2), ffn.down_proj.weight))
+    exact = (h @ w.t() + ffn.down_proj.bias.double()).reshape(x.shape)
+    assert relative(ffn(x), exact) < 0.004 < relative(sparsely, exact)
+    assert not [name for name in ffn.state_dict() if "dense_down" in name]
+    ffn.load_state_dict(ffn.state_dict() | {"down_proj.weight": 2 * ffn.down_proj.weight})
+    assert torch.equal(float8.wide(*ffn.dense_down.tensors[:2]), 2 * w)
+    ffn.edit = Edit(torch.zeros(80, device=DEVICE))
+    assert torch.equal(ffn(x), ffn.down_proj.bias.expand_as(x))
+    ffn.edit = None
+    with pytest.warns(UserWarning, match="not kept"):
+        twell.dequantize_(ffn)
+    assert ffn.dense_down is None and [*ffn.state_dict()] == names
+    assert relative(ffn.up_proj.weight, before.up_proj.weight) < 0.04
+
+
+@GATED
 @torch.no_grad()
 def test_undoing_restores_every_bit_that_was_kept(gated):
     ffn, x = layer(gated), inputs(9)

@@ -53,7 +53,7 @@ def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int)
 
 
 class DenseLayer(nn.Module):
-    """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as models have it.
+    """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models.
 
     The weights are w_gate and w_up [N, K] and w_down [K, N], which is stored as nn.Linear does.
     merged: gate and up are one projection, whose halves w_gate and w_up are.

@@ -31,8 +31,9 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
     module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: a
     `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
     take 4 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 3 of
-    4), and one more with `down=True`. Every backend computes with them; `twell.sparse.float8` has the formula. Saved Llamas keep
-    them, and `twell.load` reads them; it refuses saved FP8 weights of other models.
+    4), and one more with `down=True`. Every backend computes with them; `twell.sparse.float8` has
+    the formula. Saved Llamas keep them, and `twell.load` reads them; it refuses saved FP8 weights
+    of other models.
 
     Nothing changes unless every layer can be quantised. Raises ValueError for a model without
     SparseFFN layers, another granularity, and a layer whose activation makes no zeros, or weights

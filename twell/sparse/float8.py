@@ -8,9 +8,9 @@ fp32 scale, so that the row is values * scale:
 A neuron's weights are quantised once, a token's x in every call. Products are summed by the FP8
 tensor cores, with their short accumulators (torchao's "fast accumulation"), and scaled in fp32;
 g, h and y are rounded to bf16, and the sparse paths keep the down projection in bf16: its rows are
-gathered by neuron, and widening them costs the kernels more than it saves. With `down`, dense passes
-multiply in FP8 there too. A row of x with NaN or inf gets the scale NaN, so this token's y is NaN
-and no other token's.
+gathered by neuron, and widening them costs the kernels more than it saves. With `down` dense
+passes multiply in FP8 there too. A row of x with NaN or inf gets the scale NaN, so this token's y
+is NaN and no other token's.
 
 Ours, not the paper's.
 """
