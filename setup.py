@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
+from setuptools.command.editable_wheel import editable_wheel
 
 if not (Path(__file__).parent / "twell" / "kernels" / "ops.py").is_file():
     raise SystemExit(
@@ -10,4 +11,14 @@ if not (Path(__file__).parent / "twell" / "kernels" / "ops.py").is_file():
         "so the package would have no kernels: clone the repository with git, or delete twell/kernels and "
         "run `ln -s ../kernels twell/kernels` (on Windows: copy the folder kernels to twell/kernels)"
     )
-setup()
+
+
+class Editable(editable_wheel):
+    """An editable install also finds `study`, which no wheel holds."""
+
+    def run(self):
+        self.distribution.packages += find_packages(include=["study*"])
+        super().run()
+
+
+setup(cmdclass={"editable_wheel": Editable})

@@ -1,12 +1,13 @@
 """Write what is computed from data/ into the documents: python scripts/claims.py
 
-docs/claims.md and the table in README.md come from twell/analysis/claims.yaml, the tables between
-markers in docs/benchmarks.md and docs/models.md from twell/analysis/pages.py.
+docs/claims.md and the table in README.md come from study/analysis/claims.yaml, the tables between
+markers in docs/benchmarks.md and docs/models.md from study/analysis/pages.py.
 """
 
 from __future__ import annotations
 
-from twell import analysis, results
+from study import analysis
+from twell import results
 
 BEGIN, END = "<!-- claims: python scripts/claims.py -->", "<!-- end of claims -->"
 TABLE, END_OF_TABLE = "<!-- {}: python scripts/claims.py -->", "<!-- end of {} -->"

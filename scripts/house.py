@@ -6,7 +6,8 @@ import ast
 
 import grimp
 
-from twell import analysis, results
+from study import analysis
+from twell import results
 
 BEGIN, END = "<!-- house: python scripts/house.py -->", "<!-- end of house -->"
 # These hand on the names of other modules, and nothing imports them.

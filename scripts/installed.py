@@ -23,11 +23,11 @@ SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 # Each program runs in the empty folder, after the commands between.
 FILES = """
 import json, lm_eval.tasks, sys, twell, twell.evaluate as e, twell.train as t
-import twell.analysis.claims, twell.inspector, twell.kernels.ops, twell.sparse.calibration as c
+import twell.inspector, twell.kernels.ops, twell.sparse.calibration as c
 assert twell.__file__.startswith(sys.prefix), twell.__file__
 assert len([t.TrainConfig.load(file) for file in t.CONFIGS.iterdir()]) > 9
 twell.inspector.script(), twell.inspector.script("widget.js"), twell.inspector.style()
-c.default(2048, 5632, True), c.default(2048, 5632, True, True), twell.analysis.claims.load()
+c.default(2048, 5632, True), c.default(2048, 5632, True, True)
 manager = lm_eval.tasks.TaskManager
 for folder in ("both", "hub", "local"):
     assert manager(include_path=e.TASKS / folder, include_defaults=False).all_tasks

@@ -24,7 +24,8 @@ import nbformat
 from IPython.core.formatters import DisplayFormatter
 from matplotlib.figure import Figure
 
-from twell import plots, results
+from study import plots
+from twell import results
 
 ROOT = results.root()
 NOTEBOOKS, PAGES = ROOT / "notebooks", ROOT / "docs" / "lessons"

@@ -41,7 +41,7 @@ REPOSITORY = re.compile(r"(tests|kernels|scripts|twell)/[\w/.-]+")
 # else. Python blocks of a page share its interpreter. It prints page and number of each block, and
 # ends with the first that fails.
 PRELOADED = (
-    "import pandas, peft, torch, transformers, twell.analysis, twell.model, twell.inspector.widget"
+    "import pandas, peft, torch, transformers, study.analysis, twell.model, twell.inspector.widget"
 )
 DRIVER = r"""
 import json, os, subprocess, sys, traceback

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import twell
+from study import analysis
 from tests.browser import (
     IN_BROWSER,
     click,
@@ -25,7 +26,7 @@ from tests.browser import (
 )
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, large_trace, make_trace
-from twell import analysis, inspector, trace
+from twell import inspector, trace
 from twell.inspector import Side
 from twell.trace import CONTEXTS, Trace
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import twell
+from study import analysis
 from tests.factories.inspector import floats, unpack
-from twell import analysis, inspector, trace
+from twell import inspector, trace
 
 
 def test_a_catalog_has_what_the_aggregate_says(model, pair):

@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 
+from study import analysis
 from tests.factories.train import SHORT, contents, train_changed
-from twell import analysis, load, results
+from twell import load, results
 from twell.__main__ import main
 from twell.trace import Aggregate
 from twell.train import evaluate, run_text

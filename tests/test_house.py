@@ -50,14 +50,14 @@ def test_what_runs_on_gpus_alone_uses_names_that_exist(path):
 
 @pytest.mark.parametrize("package", ["analysis", "plots"])
 def test_a_package_hands_on_the_public_names_of_its_modules(package):
-    whole = importlib.import_module(f"twell.{package}")
+    whole = importlib.import_module(f"study.{package}")
     # Handed on whole, as modules: `analysis.quantities.sweep`.
     modules = set("trained measured quantities claims pages".split())
-    parts = [path.stem for path in sorted((ROOT / "twell" / package).glob("*.py"))]
+    parts = [path.stem for path in sorted((ROOT / "study" / package).glob("*.py"))]
     parts = [part for part in parts if part != "__init__" and part not in modules]
     assert len(parts) > 1
     for part in parts:
-        module = importlib.import_module(f"twell.{package}.{part}")
+        module = importlib.import_module(f"study.{package}.{part}")
         for public, value in vars(module).items():
             own = getattr(value, "__module__", None) == module.__name__
             constant = public.isupper() and public != "TYPE_CHECKING"

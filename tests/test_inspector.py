@@ -12,9 +12,10 @@ import traitlets
 from matplotlib.figure import Figure
 
 import twell
+from study import analysis
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, float32, make_trace, unpack, unpacked
-from twell import analysis, inspector, trace
+from twell import inspector, trace
 from twell.inspector import VIEW, Side, pages
 
 # --- packing

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from twell import analysis, results
+from study import analysis
+from twell import results
 from twell.cli import common, main
 from twell.models import load
 from twell.models.llama import AUTO_MAP, CODE
@@ -121,7 +122,7 @@ esac
 
 def test_make_counts_its_notebooks_and_traces_a_run_before_them(tmp_path):
     """With a Python that notes how it is called, and makes empty files."""
-    for name in ("twell", "data", "scripts", "requirements.lock", "pyproject.toml"):
+    for name in ("twell", "study", "data", "scripts", "requirements.lock", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")

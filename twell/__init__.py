@@ -55,9 +55,7 @@ _HOME = {
     "Aggregate": "trace",
     "inspect": "inspector.widget",
 }
-_MODULES = set(
-    "format reference model corpus results analysis plots measure evaluate train inspector".split()
-)
+_MODULES = set("format reference model corpus results measure evaluate train inspector".split())
 __all__ = sorted(_HOME)
 
 

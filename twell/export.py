@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from twell import analysis, results, trace
+from twell import results, tables, trace
 from twell.config import TrainConfig
 from twell.models import check_llama, load, save
 from twell.train.text import run_text
@@ -88,7 +88,7 @@ class _Run:
         self.row, self.log = results.load_run(path)
         if not self.row["complete"]:
             raise ValueError(f"{path} is not complete; let it finish, or resume it")
-        self.layers: pd.DataFrame = analysis.logged_layers(self.log, self.row["intermediate_size"])
+        self.layers: pd.DataFrame = tables.logged_layers(self.log, self.row["intermediate_size"])
         self.active = self.layers["mean"].mean()
         self.active_fraction = self.layers["active_fraction"].mean()
 

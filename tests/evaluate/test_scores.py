@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import twell
+from study import analysis
 from tests.factories.evaluate import brute_force
-from twell import analysis, corpus, evaluate, results, trace
+from twell import corpus, evaluate, results, trace
 from twell.__main__ import main
 from twell.train import cache_folder
 from twell.train import evaluate as validate

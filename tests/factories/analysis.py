@@ -1,10 +1,11 @@
-"""Made-up traces, runs, measured rows and evaluations, as twell.analysis reads them."""
+"""Made-up traces, runs, measured rows and evaluations, as study.analysis reads them."""
 
 import numpy as np
 import pandas as pd
 
+from study import analysis
 from tests.factories import SEED
-from twell import analysis, results
+from twell import results
 from twell.trace import Trace
 
 # --- traces -----------------------------------------------------------------------------------
@@ -152,7 +153,7 @@ def relufied_study():
 
 
 def kept_answers(marks=MARKS):
-    """What `scripts.keep` leaves of each run, with its name."""
+    """What `study.keep` leaves of each run, with its name."""
     parts = []
     for run, of_tasks in marks.items():
         for task, correct in zip(("piqa", "arc_easy"), of_tasks, strict=True):

@@ -5,8 +5,9 @@ import warnings
 import numpy as np
 import pandas as pd
 
+from study import analysis, plots
 from tests.factories import analysis as made
-from twell import analysis, plots, results
+from twell import results
 
 UNION, HYBRID, EAGER = "triton union", "triton hybrid", "dense eager"
 IN_BF16 = [name for name in plots.PROVIDERS if "FP8" not in name]

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from scripts import record
+from study import record
 from tests.factories.measure import TINY, K, N
 from twell.__main__ import main
 from twell.measure import layer, trainer

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from study import analysis
 from tests.factories import SEED
 from tests.factories.trace import (
     AT_MOST_ONCE,
@@ -15,7 +16,6 @@ from tests.factories.trace import (
     dense,
     random_activity,
 )
-from twell import analysis
 from twell.trace import CONTEXTS, SAMPLE, Aggregate
 from twell.trace.contexts import Best, rounded
 

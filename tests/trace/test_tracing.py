@@ -8,8 +8,9 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
+from study import analysis
 from tests.factories import SEED, tokenizers
-from twell import analysis, corpus, models, results, trace
+from twell import corpus, models, results, trace
 from twell.trace import tracing
 
 TABLES = [

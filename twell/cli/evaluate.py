@@ -66,7 +66,7 @@ def command(
             "--overwrite it"
         )
 
-    from twell import analysis, evaluate
+    from twell import evaluate, tables
 
     record = evaluate.run(
         model,
@@ -84,7 +84,7 @@ def command(
     )
     results.write_evaluation(out, record)
     columns = ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
-    table = analysis.evaluations([record])[columns]
+    table = tables.evaluations([record])[columns]
     if len(table):
         print(table.to_string(index=False, float_format="{:.3f}".format, na_rep="-"))
     how = f"backend {record['backend']}, {record['dtype']}, on {record['device']}"

@@ -32,18 +32,18 @@ def command(
     ] = None,
 ) -> None:
     """List runs, also in folders below: size, tokens, L1, loss, activity, speed and weights."""
-    from twell import analysis, results
+    from twell import results, tables
 
     runs, log = results.load_runs(folder, pattern)
     paths = dict(zip(runs["run"], runs["path"], strict=True))
     rule = ["---" if name in TEXT else "---:" for name in COLUMNS]
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(rule)}|"]
-    for run in analysis.list_runs(runs, log).itertuples():
+    for run in tables.list_runs(runs, log).itertuples():
         cells = [
             f"`{run.run}`" + ("" if run.complete else " (not complete)"),
             f"{run.parameters / 1e6:.1f} M",
             f"{run.tokens / 1e6:.4g} M",
-            analysis.level_name(run.l1_coefficient),
+            tables.level_name(run.l1_coefficient),
             str(run.seed),
             f"{run.cross_entropy:.3f}",
             f"{_short(run.active, 3)} ({_short(100 * run.active_fraction, 2)}%)",

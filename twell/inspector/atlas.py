@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from twell import analysis, plots, results
+from twell import results, trace
 from twell.inspector.catalog import Catalog
+from twell.inspector.figure import PALETTES
 from twell.inspector.pages import HOST, document
 from twell.inspector.side import AGGREGATE, Side, load_side
 from twell.trace import Aggregate
@@ -66,7 +67,7 @@ def write_atlas(
     packed = gzip.compress(lines.encode(), mtime=0)
     results.write_atomically(out / "neurons.jsonl.gz", packed)
     title = html.escape(f"{side.name}: an atlas of its neurons")
-    call = f"openAtlas({HOST}, {json.dumps(plots.PALETTES)});"
+    call = f"openAtlas({HOST}, {json.dumps(PALETTES)});"
     first = {"overview": catalog.chunk("overview")}
     results.write_atomically(out / "index.html", document(title, "atlas.js", call, first, SOURCES))
     return side
@@ -81,7 +82,7 @@ def _lines(side: Side) -> Iterator[dict]:
             {"h": h, "quantile": None if kind == "top" else quantile, "before": before,
              "token": token, "after": after, "sequence": sequence, "position": position}
             for kind in ("top", "quantile")
-            for h, quantile, before, token, after, sequence, position in analysis.places(
+            for h, quantile, before, token, after, sequence, position in trace.places(
                 aggregate, layer, neuron, kind
             )
         ]  # fmt: skip

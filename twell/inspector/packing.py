@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from twell import plots, trace
+from twell import trace
 from twell.inspector.compare import compared
+from twell.inspector.figure import PALETTES
 from twell.inspector.shown import fullest_tile, presets
 from twell.inspector.side import Side
 from twell.trace import COMPRESSIONS, TILE_N, Trace
@@ -88,7 +89,7 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
         **about,
         "compressions": [0, *COMPRESSIONS],
         "tile": TILE_N,
-        "palettes": plots.PALETTES,
+        "palettes": PALETTES,
     }
     return block(header, arrays, level)
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from twell import analysis, plots
+from twell.inspector.figure import visible
 from twell.inspector.side import Side
-from twell.trace import TILE_N, Trace
+from twell.trace import TILE_N, Trace, specific
 
 # The state of a view with its defaults. The widget has a trait for each: the number of the selected
 # side, token of the passage, layer and neuron, and the colours.
@@ -42,7 +42,7 @@ def presets(side: Side) -> list[dict]:
         places.append({"name": name, "note": note, "view": view})
 
     def quoted(token: int) -> str:
-        return plots.visible(passage.strings[token])
+        return visible(passage.strings[token])
 
     def add_neuron(name: str, note: str, layer: int, neuron: int, **view) -> None:
         note = f"layer {layer}, {neuron}: {note}"
@@ -63,8 +63,8 @@ def presets(side: Side) -> list[dict]:
         layer, token = divmod(int(row[entry]), passage.num_tokens)
         note = f"{passage.values[entry]:+.3g} at {quoted(token)}"
         add_neuron("Strongest neuron", note, layer, int(passage.indices[entry]), token=token)
-    for one in analysis.specific(passage, min_fires=3, min_count=3).head(1).itertuples():
-        note = f"{one.both} of {one.fires} times at {plots.visible(one.token)}"
+    for one in specific(passage, min_fires=3, min_count=3).head(1).itertuples():
+        note = f"{one.both} of {one.fires} times at {visible(one.token)}"
         add_neuron("Most specific neuron", note, one.layer, one.neuron)
     mean = counts[:, later].mean(axis=1)
     busy = int(mean.argmax())
@@ -128,7 +128,7 @@ def fullest_tile(passage: Trace) -> np.ndarray:
 
 
 def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
-    """Return the arguments of `plots.fig_inspector` for a view.
+    """Return the arguments of `fig_inspector` for a view.
 
     tokens: at most so many are drawn, the selected one among them; scales are of the whole passage,
     as in the browser. Raises ValueError for a passage without tokens.

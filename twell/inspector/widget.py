@@ -18,8 +18,9 @@ except ModuleNotFoundError as error:
         f"twell.inspect needs the package {package}: pip install 'twell[notebooks]'"
     ) from None
 
-from twell import plots, results
+from twell import results
 from twell.inspector.catalog import Catalog
+from twell.inspector.figure import fig_inspector
 from twell.inspector.notes import check_neuron, write_note
 from twell.inspector.packing import pack
 from twell.inspector.pages import page, script, style
@@ -231,7 +232,7 @@ class Inspector(anywidget.AnyWidget):
 
     def figure(self) -> Figure:
         """Return the present view as a figure: the passage, and its layers by tokens."""
-        return plots.fig_inspector(**drawn(self.sides, self.view))
+        return fig_inspector(**drawn(self.sides, self.view))
 
     def to_html(self, path: str | Path) -> Path:
         """Write the present view as one HTML file (see `inspector.page`) and return its path."""

@@ -8,6 +8,7 @@ exact, and for each neuron a few places in the text. Both have the same methods 
     trace, aggregates   the two records, and their methods
     files               both on disk: one compressed .npz
     contexts            the places in the text at which an aggregate shows a neuron
+    neurons             where single neurons fire, and the token each is most specific to
     texts               from text to token ids, and back to the string of each token
     watch               runs a model and hands its active entries to an observer
     counter             the observer that fills an aggregate
@@ -24,6 +25,7 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".aggregates": "Aggregate BLOCKS COMPRESSIONS OCTAVES TILE_N",
         ".contexts": "CONTEXTS SAMPLE",
+        ".neurons": "places specific",
         ".silence": "scaled_logprob silenced_loss",
         ".texts": "cut encode held_out load_with_tokenizer token_strings",
         ".trace": "Trace",

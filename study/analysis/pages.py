@@ -1,0 +1,351 @@
+"""Tables of pages below docs/, written from the measured rows of data/bench.
+
+`tables` returns them by page and name; scripts/claims.py puts them between their markers. Speeds
+are over dense torch.compile of the same measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from study.analysis.bench import Bench
+from study.analysis.measured import SPARSE, layer_case
+from study.analysis.quantized import DENSE_FP8_BY, fastest, fp8_quality, of_fp8_calls, side_of
+from study.analysis.speed import at_level, decode_speedups, model_speedups, near_level, speedups
+from twell.measure import providers
+
+USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632"
+WIDTHS = [(1024, 2816, 14), (2048, 5632, 29), (3072, 8192, 41), (4096, 14336, 73)]  # and active
+# Of which published model a layer has the shape; most have no gate or another activation.
+SHAPES = {
+    (2048, 8192, "biases"): "OPT-1.3B",
+    (4096, 16384, "biases"): "OPT-6.7B",
+    (3072, 9216, "relu2"): "Minitron 4B, ReLU²",
+    (4096, 14336, "drelu"): "TurboSparse-Mistral, dReLU",
+    (2048, 5632, "merged"): "Merged gate and up, ReLU",
+    (576, 1536, ""): "SmolLM2-135M, ReLU",
+}
+# Shares of active neurons; else 4% and 2%.
+SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02), "": (0.09, 0.023)}
+_FEW = 1024  # tokens, and fewer
+_OTHER_DEVICE = "NVIDIA H100 80GB HBM3"  # all else is of the device with the most rows
+
+
+def tables(root: str | Path) -> dict[str, dict[str, str]]:
+    """Return the tables of each page below docs/ as Markdown, from data/ of a repository."""
+    bench = Bench(Path(root) / "data" / "bench", ["ffn.csv", "model.csv", "decode.csv"])
+    layers = bench.rows("ffn.csv", speedups)
+    elsewhere = Bench(bench.folder, device=_OTHER_DEVICE).rows("ffn.csv", speedups)
+    forward = model_speedups(of_fp8_calls(bench.rows("model.csv"))).query("profile == 'paper'")
+    decode = decode_speedups(of_fp8_calls(bench.rows("decode.csv")))
+    decode = decode.query("profile == 'paper' and mode == 'graph' and not tuned")
+    quality = fp8_quality(bench.rows("quality.csv"))
+    benchmarks = {
+        "layer": layer(layers),
+        "activity": by_activity(layers),
+        "widths": by_width(layers),
+        "few tokens": few_tokens(layers),
+        "situations": situations(layers),
+        "h100": other_shapes(elsewhere),
+        "fp8 layer": fp8_layer(layers),
+        "fp8 models": fp8_models(forward, decode),
+        "fp8 quality": fp8_costs(quality),
+    }
+    return {
+        "benchmarks.md": benchmarks,
+        "models.md": {"shapes": other_shapes(layers)},
+        "serving.md": {"serving": serving(bench.rows("serve.csv"))},
+    }
+
+
+def _markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
+    """A table; columns: names between bars, a colon behind those of numbers."""
+    names = [name.strip() for name in columns.split("|")]
+    lines = [" | ".join(name.rstrip(":") for name in names)]
+    lines.append("|".join("---:" if name.endswith(":") else "---" for name in names))
+    lines += [" | ".join(map(str, row)) for row in rows]
+    head, rule, *rest = lines
+    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {line} |" for line in rest)])
+
+
+def _number(value: float, spec: str = ".2f") -> str:
+    """A number, or a dash where it was not measured."""
+    return "–" if pd.isna(value) else f"{value:{spec}}".replace("-", "−")
+
+
+def _time(value: float, unit: str = " ms") -> str:
+    """A time with three digits, or a dash where it was not measured."""
+    return "–" if pd.isna(value) else f"{value:#.3g}".rstrip(".") + unit
+
+
+def _best(table: pd.DataFrame) -> pd.Series | None:
+    """The fastest of the sparse paths in bf16."""
+    some = table[table["provider"].isin(SPARSE)]
+    return some.loc[some["speedup"].idxmax()] if len(some) else None
+
+
+def _auto(
+    table: pd.DataFrame, column: str = "speedup", provider: providers.Provider = providers.AUTO
+) -> Any:
+    some = table.loc[table["provider"] == provider.name, column]
+    return some.iloc[-1] if len(some) else np.nan
+
+
+def _named(path: str) -> str:
+    return path.replace("rowwise", "row-wise")
+
+
+# --- the layer ------------------------------------------------------------------------------------
+
+_NAMES = {  # of cases of `measured`
+    "large": "131,072, skewed, 29 active",
+    "even": "131,072, even, 29 active",
+    "hundred": "131,072, skewed, 100 active",
+    "middle": "16,384, skewed, 29 active",
+    "small": "2,048, skewed, 29 active, CUDA graph",
+    "small_eager": "2,048, skewed, 29 active, stream",
+    "ungated": "without gate, N = 8192, 131,072, skewed, 40 active",
+}
+
+
+def layer(table: pd.DataFrame) -> str:
+    """Return the cases of the layer alone."""
+    rows = []
+    for name, label in _NAMES.items():
+        case = layer_case(table, name)
+        best = _best(case)
+        if best is not None:
+            times = _time(best["p50_dense"]), _time(best["p50"])
+            rows.append((label, _named(best["path"]), *times, _number(best["speedup"])))
+            rows[-1] += (_number(_auto(case)),)
+    columns = "tokens, activity | path | dense: | sparse: | speed-up: | `auto`, speed-up:"
+    return _markdown(columns, rows)
+
+
+def by_activity(table: pd.DataFrame) -> str:
+    """Return the speed-up of the best sparse path by active neurons."""
+    cases = [(pattern, tokens) for pattern in ("skewed", "even") for tokens in (131_072, 16_384)]
+    rows = []
+    for level in (1, 3, 10, 29, 60, 100, 200, 300, 600):
+        cells = []
+        for pattern, tokens in cases:
+            query = (
+                f"{USUAL} and mode == 'stream' and tokens == {tokens} and pattern == '{pattern}'"
+            )
+            best = _best(near_level(table.query(query), level))
+            cells.append("–" if best is None else _number(best["speedup"]))
+        rows.append((level, *cells))
+    names = " | ".join(f"{pattern}, {tokens:,} tokens:" for pattern, tokens in cases)
+    return _markdown(f"active: | {names}", rows)
+
+
+def by_width(table: pd.DataFrame) -> str:
+    """Return the speed-up of the union path at other widths, 0.5% of the neurons active."""
+    rows = []
+    for width, neurons, active in WIDTHS:
+        shape = f"hidden_size == {width} and intermediate_size == {neurons} and gated"
+        cells = []
+        for tokens, mode in ((2048, "graph"), (16_384, "stream"), (65_536, "stream")):
+            query = f"{shape} and pattern == 'skewed' and tokens == {tokens} and mode == '{mode}'"
+            case = near_level(table.query(query), active)
+            gains = case.loc[case["provider"] == providers.UNION.name, "speedup"]
+            cells.append(_number(gains.iloc[-1] if len(gains) else np.nan))
+        rows.append((f"{width} x {neurons}", active, *cells))
+    return _markdown("K x N | active: | 2,048 tokens, graph: | 16,384: | 65,536:", rows)
+
+
+def few_tokens(table: pd.DataFrame) -> str:
+    """Return up to 1,024 tokens in CUDA graphs; auto in FP8 is beside the fastest dense FP8."""
+    few = table.query(f"{USUAL} and pattern == 'skewed' and mode == 'graph' and tokens <= {_FEW}")
+    rows = []
+    for tokens, case in at_level(few, 29).groupby("tokens"):
+        best = _best(case)
+        if best is not None:
+            times = (_time(1e3 * best[column], "") for column in ("p50_dense", "p50"))
+            path = _auto(case, "path")
+            cells = _number(best["speedup"]), path if isinstance(path, str) else "–"
+            ms, gain = (_auto(case, name, providers.AUTO_FP8) for name in ("p50", "speedup"))
+            dense = case.loc[case["provider"].map(side_of) == "dense FP8", "speedup"].max()
+            cells += _time(1e3 * ms, ""), _number(gain / dense)
+            rows.append((f"{tokens:,}", _named(best["path"]), *times, *cells))
+    columns = "tokens: | best sparse path | dense, us: | sparse, us: | speed-up: | `auto` takes | "
+    return _markdown(f"{columns}`auto` in FP8, us: | over dense FP8:", rows)
+
+
+def situations(table: pd.DataFrame) -> str:
+    """Return auto beside compiled dense in calls one after the other, eager and compiled."""
+    few = table.query(f"{USUAL} and pattern == 'skewed' and mode in ('eager', 'compiled')")
+    rows = []
+    for tokens, case in at_level(few, 29).groupby("tokens"):
+        cells = []
+        for mode in ("eager", "compiled"):
+            of_mode = case[case["mode"] == mode]
+            for name in ("p50_dense", "p50"):
+                cells.append(_time(1e3 * _auto(of_mode, name), ""))
+            cells.append(_number(_auto(of_mode)))
+        rows.append((f"{tokens:,}", *cells))
+    columns = " | ".join(
+        f"{mode}, dense: | {mode}, `auto`: | speed-up:" for mode in ("eager", "compiled")
+    )
+    return _markdown(f"tokens: | {columns}", rows)
+
+
+def other_shapes(table: pd.DataFrame) -> str:
+    """Return layers that are not of the usual kind or size: best sparse path and auto."""
+    rows = []
+    for (width, neurons, kind), name in SHAPES.items():
+        shape = table[(table["hidden_size"] == width) & (table["intermediate_size"] == neurons)]
+        shape = shape[shape["pattern"] == f"skewed {kind}".strip()]
+        for share in SHARES.get(kind, (0.04, 0.02)):
+            lines = {"best sparse path": [], "`auto`": []}
+            for tokens in (1, 64, 2048, 65_536):
+                # At one token the number of active neurons varies most.
+                case = near_level(shape[shape["tokens"] == tokens], share * neurons)
+                best = _best(case)
+                lines["best sparse path"].append(np.nan if best is None else best["speedup"])
+                lines["`auto`"].append(_auto(case))
+            case = f"{name}, {width} x {neurons}", f"{round(100 * share, 1):g}%"
+            rows += [
+                (*case, what, *map(_number, gains))
+                for what, gains in lines.items()
+                if not np.isnan(gains).all()
+            ]
+    return _markdown("layer | active: | computed by | 1: | 64: | 2,048: | 65,536:", rows)
+
+
+_SERVED_BY = {
+    providers.DENSE_EAGER.name: "dense",
+    providers.TRITON.name: "sparse",
+    providers.AUTO.name: "`auto`",
+}
+
+
+def serving(table: pd.DataFrame) -> str:
+    """Return the 2B model's requests a second and times to the first token, and what bounds them.
+
+    The bound of all feed-forward kernels is a model without these layers.
+    """
+    rows, table = [], table[table["model"] == "2b"]
+    for (graphs, attention, _), case in table.groupby(
+        ["cuda_graph", "attention", "date"], sort=False
+    ):
+        # By itself, transformers takes graphs where it has flash attention.
+        takes = attention == "flash" if graphs == "default" else str(graphs) == "True"
+        way = "CUDA graphs" if takes else "eager"
+        of_dense = case["provider"] == providers.DENSE_EAGER.name
+        dense = case.loc[of_dense, "requests_per_second"].item()
+        for row in case.to_dict("records"):
+            by, speed = _SERVED_BY[row["provider"]], row["requests_per_second"]
+            times = (f"{row[name]:,.0f}" for name in ("first_token", "first_token_p95"))
+            gain = "–" if by == "dense" else f"{_number(100 * (speed / dense - 1), '+.1f')}%"
+            rows.append((way, by, _number(speed), gain, *times, row["rounds"]))
+        if pd.notna(row["without_ffn"]):  # else it was interrupted before
+            bound = 1e3 * row["requests"] / row["without_ffn"]
+            gain = f"{_number(100 * (bound / dense - 1), '+.1f')}%"
+            cells = _number(bound), gain, "–", "–", row["rounds"]
+            rows.append((way, "no feed-forward layer", *cells))
+    columns = "calls | computed by | requests/s: | over dense: | "
+    return _markdown(f"{columns}first token, ms: | 95%, ms: | rounds:", rows)
+
+
+# --- FP8 ------------------------------------------------------------------------------------------
+
+
+# Of the paper's width few sizes are printed; lesson 5 has all.
+_FP8_TOKENS = [131_072, 16_384, 2048, 1024, 512, 256, 64, 16, 4, 1]
+
+
+def fp8_layer(table: pd.DataFrame) -> str:
+    """Return the cases of the layer that were measured in FP8, dense and sparse, beside bf16."""
+    table = fastest(table[table["pattern"].isin(["skewed", "even"])])
+    usual = (table["hidden_size"] == 2048) & (table["intermediate_size"] == 5632)
+    table = table[~usual | table["tokens"].isin(_FP8_TOKENS)]
+    case = [
+        "hidden_size",
+        "intermediate_size",
+        "gated",
+        "pattern",
+        "mode",
+        "tokens",
+        "date",
+        "active",
+    ]
+    rows = []
+    for keys, some in table.groupby(case):
+        sides = some.set_index("side")
+        if "sparse FP8" in sides.index:
+            rows.append((_fp8_order(*keys), (_fp8_name(*keys), *_fp8_cells(sides))))
+    columns = "tokens, activity | dense bf16: | sparse bf16: | dense FP8: | sparse FP8: | "
+    columns += "sparse FP8 over dense bf16: | over dense FP8: | fastest dense FP8"
+    return _markdown(columns, (cells for _, cells in sorted(rows)))
+
+
+def _fp8_order(width, neurons, gated, pattern, mode, tokens, date, active) -> tuple:
+    return (width, neurons) != (2048, 5632), width, not gated, pattern == "even", -tokens, active
+
+
+def _fp8_name(width, neurons, gated, pattern, mode, tokens, date, active) -> str:
+    parts = [f"{tokens:,}", pattern, f"{active:.0f} active"]
+    parts += ["CUDA graph"] * (mode == "graph") + ["without gate"] * (not gated)
+    return ", ".join(parts + [f"{width} x {neurons}"] * ((width, neurons) != (2048, 5632)))
+
+
+def _fp8_cells(sides: pd.DataFrame) -> tuple:
+    """Times of the four sides, two speed-ups of sparse FP8, and what the dense FP8 is."""
+    times = sides["p50"].reindex(["dense", "sparse", "dense FP8", "sparse FP8"])
+    gains = sides.loc["sparse FP8", ["speedup", "over_fp8"]]
+    dense = sides["provider"].get("dense FP8")
+    by = DENSE_FP8_BY[providers.Provider.parse(dense).precision] if dense else "–"
+    return *map(_time, times), *map(_number, gains), by
+
+
+_SIDES = {
+    "dense": "dense bf16",
+    "sparse": "sparse bf16",
+    "dense FP8 all": "dense FP8, attention too",
+    "sparse FP8 all": "sparse FP8, attention too",
+}
+
+
+def fp8_models(forward: pd.DataFrame, decode: pd.DataFrame) -> str:
+    """Return forward passes and decoding of models that were measured in FP8."""
+    rows = []
+    for table, decoding in ((forward, False), (decode, True)):
+        for keys, some in fastest(table).groupby(["model", "batch", "context", "date"], sort=False):
+            if not some["side"].str.contains("FP8").any():
+                continue
+            model, batch, context, _ = keys
+            documents = f"decoding, {batch} document{'s' * (batch > 1)}"
+            what = documents if decoding else f"forward, {batch} x {context:,}"
+            for row in some.to_dict("records"):
+                speed = 1e3 * row["tokens"] / row["p50"]
+                changes = 100 * (row["speedup"] - 1), row["energy_change"]
+                cells = [f"{_number(one, '+.0f')}%".replace("–%", "–") for one in changes]
+                cells = ["–", "–"] if row["side"] == "dense" else cells
+                peak = _number(row.get("peak", np.nan) / 1e9)
+                side = _SIDES.get(row["side"], row["side"])
+                number = f"{float(f'{speed:.4g}'):,.0f}"
+                rows.append((f"{model.upper()}, {what}", side, number, *cells, peak))
+    return _markdown("model | computed by | tokens/s: | speed: | energy: | peak, GB:", rows)
+
+
+def fp8_costs(quality: pd.DataFrame) -> str:
+    """Return the change of cross-entropy of models in FP8, with its interval."""
+    rows = []
+    for row in quality[quality["side"] != "dense"].to_dict("records"):
+        of = "", *["dense_"] * row["side"].startswith("sparse")
+        changes = [
+            "{} ({} to {})".format(
+                *(_number(row[prefix + name], "+.4f") for name in ("difference", "low", "high"))
+            )
+            for prefix in of
+        ]
+        about = f"`{row['model']}`, {row['active']:.0f} active"
+        cells = changes if len(changes) == 2 else [*changes, "–"]
+        rows.append((about, _SIDES.get(row["side"], row["side"]), *cells))
+    return _markdown("model | computed by | over bf16, nats: | over dense FP8, nats:", rows)

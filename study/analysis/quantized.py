@@ -1,0 +1,113 @@
+"""FP8 beside bf16: the fastest dense and the fastest sparse layer of each case, and the quality.
+
+A *side* is dense or sparse, in bf16 or FP8. Dense is under torch.compile, and in FP8 the fastest of
+several (`measure.float8`); sparse is the fastest path of our kernels, never "auto".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from study.analysis.speed import CALL, CASE, MODEL_CASE, _newest
+from twell.measure import providers
+from twell.measure.providers import Provider
+
+# "FP8 all": of models, attention's linear layers too.
+_PRECISIONS = {
+    None: "",
+    providers.FP8: " FP8",
+    providers.FP8_TENSOR: " FP8",
+    providers.FP8_TORCHAO: " FP8",
+    providers.FP8_ALL: " FP8 all",
+}
+SIDES = [
+    f"{kind}{precision}" for precision in ("", " FP8", " FP8 all") for kind in ("dense", "sparse")
+]
+DENSE_FP8_BY = {
+    providers.FP8: "by rows",
+    providers.FP8_TENSOR: "by tensors",
+    providers.FP8_TORCHAO: "torchao",
+}
+_NUMBERS = ["difference", "low", "high"]
+
+
+def side_of(name: str) -> str:
+    """Return the side of a recorded provider, one of SIDES; empty for any other.
+
+    Of layers, and of models with compiled layers.
+    """
+    provider = Provider.parse(name)
+    ours = provider.sparse_path and provider.compilation == providers.EAGER
+    ours |= provider == replace(providers.TRITON_COMPILED, precision=provider.precision)
+    dense = provider.backend == "dense" and provider.compilation == providers.COMPILED
+    if provider.precision not in _PRECISIONS or not (ours or dense):
+        return ""
+    return ("dense" if dense else "sparse") + _PRECISIONS[provider.precision]
+
+
+def of_fp8_calls(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows, of layers or models, of the calls that measured FP8, with their bf16."""
+    in_fp8 = [Provider.parse(name).in_fp8 for name in rows["provider"]]
+    return rows[rows["date"].isin(rows.loc[in_fp8, "date"])]
+
+
+def fastest(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest row of each case and side, of the newest call that measured the side.
+
+    table: `speedups`, `model_speedups` or `decode_speedups`, which may be empty. Added columns:
+    side; over_fp8 and energy_over_fp8, the speed-up and the change of energy in % over the fastest
+    dense FP8 of the same call and the same linear layers (NaN for sides in bf16, or without).
+    """
+    table = table.assign(side=[side_of(name) for name in table.get("provider", [])])
+    table = table[table["side"] != ""]
+    if table.empty:
+        return table.assign(over_fp8=np.nan, energy_over_fp8=np.nan)
+    columns = dict.fromkeys([*CASE, *MODEL_CASE, "steps", "tuned"])
+    case = [column for column in columns if column in table]
+    call = [*case, *CALL, "active"]
+    table = table.sort_values("p50", kind="stable").drop_duplicates([*call, "side"]).sort_index()
+    table["in"] = table["side"].str.partition(" ")[2]
+    other = table.loc[table["side"].str.startswith("dense "), [*call, "in", "p50", "energy"]]
+    table = table.merge(other, on=[*call, "in"], how="left", suffixes=("", "_fp8"))
+    table["over_fp8"] = table.pop("p50_fp8") / table["p50"]
+    table["energy_over_fp8"] = 100 * (table["energy"] / table.pop("energy_fp8") - 1)
+    return _newest(table.drop(columns="in"), [*case, "side"]).reset_index(drop=True)
+
+
+def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of data/bench/quality.csv with their side, of each model's newest call.
+
+    Models by size, then by activity, the most active first. The model in bf16 is the side "dense",
+    of which differences are 0.
+    """
+    if rows.empty:
+        return rows.assign(side="")
+    newest = rows[rows["date"] == rows.groupby("model")["date"].transform("max")]
+    providers = newest["provider"].map(Provider.parse)
+    sides = [
+        ("dense" if one.backend == "dense" else "sparse") + _PRECISIONS[one.precision]
+        for one in providers
+    ]
+    level = newest.groupby("model")["active"].transform("first")
+    rows = newest.assign(side=sides, level=level)
+    rows = rows.sort_values(["parameters", "level"], ascending=[True, False], kind="stable")
+    return rows.drop(columns="level")
+
+
+def speed_and_quality(speeds: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
+    """Return the speed of each side beside its change of cross-entropy.
+
+    speeds: `fastest` of one case; quality: `fp8_quality` of one model. Columns: those of speeds,
+    and difference, low and high in nats; sparse bf16 computes the function of dense, so its are 0.
+    Sides without both numbers are left out. Empty where nothing in FP8 has both.
+    """
+    if speeds.empty or quality.empty:
+        return speeds[:0]
+    known = quality.set_index("side")[_NUMBERS].astype(float)
+    if "dense" in known.index:
+        known.loc["sparse"] = known.loc["dense"]
+    table = speeds.merge(known, left_on="side", right_index=True).reset_index(drop=True)
+    return table if table["side"].str.contains("FP8").any() else table[:0]

@@ -1,0 +1,258 @@
+"""What all figures share: a style, colours, notes, legends and axes, and `save`.
+
+Every figure is built without pyplot. The same inputs give the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
+from matplotlib.text import Annotation
+from matplotlib.textpath import text_to_path
+from PIL import Image, ImageChops
+
+from twell import results
+from twell.inspector.figure import PAGE, plain, style  # noqa: F401 (figures take them from here)
+
+_DPI = 200
+_SHADES = 8192  # of a line drawing at most, smoothed edges included
+_NEAR = 12  # of 255: shades that look alike
+COLUMN = 3.35  # width of a column of a two-column paper, inches
+BLUE, ORANGE, GREEN, RED, PURPLE, _BROWN, *_, _CYAN = sns.color_palette("colorblind", 10)
+# One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
+# have a scale of their own, `_level_colours`.
+OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
+PAPER, DENSE, AUTO = "black", "0.45", ORANGE
+ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
+GATE, UP, DOWN = _BROWN, _CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
+# Of text over lines.
+_HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
+ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
+_LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options):
+    """A figure in the style with its axes, [rows, columns]."""
+    style()
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def _panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure in the style with one pair of axes."""
+    figure, axes = _figure(width, height)
+    return figure, axes[0, 0]
+
+
+def _one(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
+    """The one value of each column. Raises ValueError where there are several, or none."""
+    cases = table[[*columns]].drop_duplicates()
+    if len(cases) != 1:
+        raise ValueError(f"this figure shows one {what}; this table has {len(cases)}")
+    return tuple(cases.iloc[0])
+
+
+def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
+    """A colour for each level of L1, the same in all figures: black for 0, then dark to light."""
+    colours = {0: "black"}
+    for level in sorted(set(levels) - {0}):
+        place = np.log(level / _LOWEST_LEVEL) / np.log(_HIGHEST_LEVEL / _LOWEST_LEVEL)
+        colours[level] = tuple(mpl.colormaps["plasma"](float(0.92 * np.clip(place, 0, 1))))
+    return colours
+
+
+def _note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Annotation:
+    """Write a small note, `offset` points away from a place."""
+    return ax.annotate(text, at, offset, textcoords="offset points", **{"fontsize": 6.5} | look)
+
+
+def _instead(ax: Axes, text: str) -> None:
+    """Say why a panel is empty."""
+    ax.text(0.5, 0.5, text, ha="center", transform=ax.transAxes)
+
+
+def _key(color: str | tuple, **look) -> Line2D:
+    """A line or mark for a legend."""
+    return Line2D([], [], color=color, **look)
+
+
+def _named(ax: Axes) -> dict[str, Artist]:
+    """What is labelled in a panel, by its label."""
+    handles, names = ax.get_legend_handles_labels()
+    return dict(zip(names, handles, strict=True))
+
+
+def _change(percent: float, digits: int = 0) -> str:
+    """A signed change in %, with a minus as long as the plus, and no minus before 0."""
+    return f"{round(percent, digits) + 0:+.{digits}f}%".replace("-", "−")
+
+
+def _width(text: str, size: float) -> float:
+    """How wide a text is, in points."""
+    font = FontProperties(size=size)
+    return text_to_path.get_text_width_height_descent(text, font, False)[0]
+
+
+def _wrapped(text: str, size: float, width: float) -> list[str]:
+    """Lines of a text, each at most so many points wide."""
+    lines = []
+    for word in text.split(" "):
+        longer = f"{lines[-1]} {word}" if lines else word
+        fits = _width(longer, size) <= width
+        lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
+    return lines
+
+
+def _range(numbers: pd.Series) -> str:
+    """One number, or the least and the most."""
+    low, high = numbers.min(), numbers.max()
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _sentence(about: str) -> str:
+    """What a figure is about, as a sentence of its caption, or nothing."""
+    return about and f"{about}."
+
+
+def _caption(figure: Figure, *sentences: str) -> None:
+    """Write below a finished figure what it needs to be read alone; the figure grows by that.
+
+    That is: model, L1 and tokens where no title has them, how often each point was run or measured
+    ("one run", "one call"), what bars and bands span, and terms. Empty sentences are left out.
+    """
+    width, height = figure.get_size_inches()
+    size, margin = 6.5, 4  # points
+    text = " ".join(sentence for sentence in sentences if sentence)
+    text = text.replace(" = ", "\u00a0=\u00a0")  # no line breaks there
+    lines = _wrapped(text, size, 0.95 * (72 * width - 2 * margin))  # letters differ by resolution
+    room = (1.3 * size * len(lines) + 2 * margin) / 72
+    share = room / (height + room)
+    figure.set_size_inches(width, height + room)
+    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share))
+    for legend in figure.legends:
+        if legend._outside_loc == "lower":  # between panels and caption
+            legend.borderaxespad += 72 * room / legend.get_texts()[0].get_fontsize()
+    place = margin / 72 / width, margin / 72 / (height + room)
+    look = {"fontsize": size, "color": "0.25", "va": "bottom", "linespacing": 1.3}
+    figure.text(*place, "\n".join(lines), parse_math=False, **look)
+
+
+def _legend(figure: Figure, where: str, entries: dict[str, Artist] | None = None, **options):
+    """A legend beside the panels, of the first one unless entries are given."""
+    entries = _named(figure.axes[0]) if entries is None else entries
+    figure.legend(entries.values(), entries.keys(), loc=f"outside {where}", **options)
+
+
+def _row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
+    """Name horizontal bars or rows of points, the first on top. Names may be any text."""
+    ax.set_yticks(y, names)
+    for name in ax.get_yticklabels():
+        name.set_parse_math(False)
+    ax.invert_yaxis()
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
+def _measured(low: pd.Series, calls: str = "calls") -> str:
+    """The sentence of a caption on repeats; low: the lower ends of bars, NaN where unknown."""
+    bars = f"; bars span p20 to p80 of the {calls} of both sides" if low.notna().any() else ""
+    return f"Each point is one measurement, the median of its timed {calls}{bars}."
+
+
+def _bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
+    """Error bars to known ends, where there are any."""
+    known = np.isfinite(low) & np.isfinite(high)
+    if known.any():
+        x, y, low, high = (np.asarray(values)[known] for values in (x, y, low, high))
+        ends = np.clip([y - low, high - y], 0, None)
+        look = {"fmt": "none", "elinewidth": 0.9, "capsize": 1.5, "capthick": 0.9} | look
+        ax.errorbar(x, y, ends, ecolor=color, **look)
+
+
+def _apart(places: np.ndarray, gap: float) -> np.ndarray:
+    """The places, in their order, moved as little as keeps them `gap` apart within 0 and 1."""
+    order = np.argsort(places, kind="stable")
+    steps = gap * np.arange(len(places))
+    # Without the gaps, rising values are wanted: the mean of each group that would overlap.
+    groups: list[list[float]] = []
+    for place in places[order] - steps:
+        groups.append([place])
+        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    rising = np.concatenate([[np.mean(group)] * len(group) for group in groups])
+    moved = np.empty(len(places))
+    moved[order] = np.clip(rising, 0, max(1 - steps[-1], 0)) + steps
+    return moved
+
+
+def _end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tuple]]) -> None:
+    """Name lines at the right end of a panel whose limits are set: height, text and colour."""
+    size = 6.5
+    height = ax.get_position().height * ax.figure.get_figheight()  # inches
+    to_axes = ax.transData + ax.transAxes.inverted()
+    x = ax.get_xlim()[1]
+    true = np.array([to_axes.transform((x, y))[1] for y, _, _ in ends])
+    for at, moved, (_, text, colour) in zip(
+        true, _apart(true, 1.3 * size / 72 / height), ends, strict=True
+    ):
+        line = {
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.6,
+            "shrinkB": 0,
+            "relpos": (0, 0.5),
+        }
+        ax.annotate(
+            text,
+            (1, at),
+            (1.06, moved),
+            "axes fraction",
+            "axes fraction",
+            arrowprops=line,
+            annotation_clip=False,
+            fontsize=size,
+            va="center",
+        )
+    _note(ax, title, (1.06, 1), (0, 5), xycoords="axes fraction", fontsize=size, va="bottom")
+
+
+def png(figure: Figure, dpi: int = _DPI) -> bytes:
+    """A figure as PNG with 256 colours, a third of the size; with all where these would differ."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=dpi, metadata={"Software": None})
+    drawn = Image.open(buffer).convert("RGB")
+    if drawn.getcolors(_SHADES) is not None:
+        drawn = drawn.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    else:
+        few = drawn.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+        apart = ImageChops.difference(drawn, few.convert("RGB")).getextrema()
+        drawn = few if max(most for _, most in apart) <= _NEAR else drawn
+    buffer = io.BytesIO()
+    drawn.save(buffer, "png", optimize=True, dpi=(dpi, dpi))
+    return buffer.getvalue()
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write a figure as PNG (200 dpi) and PDF; return the path of the PNG.
+
+    path: without suffix. The same figure gives the same bytes. Each file appears whole or not at
+    all.
+    """
+    path, buffer = Path(path), io.BytesIO()
+    picture = path.with_name(f"{path.name}.png")
+    results.write_atomically(picture, png(figure))
+    figure.savefig(buffer, format="pdf", dpi=_DPI, metadata={"CreationDate": None})
+    results.write_atomically(path.with_name(f"{path.name}.pdf"), buffer.getvalue())
+    return picture

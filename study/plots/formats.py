@@ -1,0 +1,110 @@
+"""Figures of the formats (Fig. 1)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from study.plots.base import (
+    _CYAN,
+    BLUE,
+    COLUMN,
+    HYBRID,
+    PAGE,
+    ROWWISE,
+    _caption,
+    _figure,
+    _legend,
+    _panel,
+    plain,
+)
+
+_TILES = (BLUE, "white"), (_CYAN, "black")  # and text
+# Face, edge and text of the cells that are no values.
+_KINDS = {
+    "count": ("0.25", "white", "white"),
+    "unused": ("0.93", "white", None),
+    "zero": ("white", "0.85", None),
+}
+
+
+def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
+    """Draw a small matrix in each format, from `analysis.format_cells`; colours are tiles."""
+    names = [["Dense", "TwELL"], ["ELL", "Hybrid"]]
+    panels = dict(list(cells.groupby("format")))
+    heights = {name: _height(panel) for name, panel in panels.items()}
+    rows = [max(heights[name] for name in row) for row in names]
+    width = cells["slot"].max() + 3.5
+    figure, axes = _figure(PAGE, PAGE * sum(rows) / (2 * width) + 0.7, 2, 2, height_ratios=rows)
+    for ax, name, height in zip(axes.flat, sum(names, []), np.repeat(rows, 2), strict=True):
+        _draw_cells(ax, panels[name], tile_n)
+        ax.set(xlim=(-1.3, width - 2.4), ylim=(height - 0.7, -0.1), aspect="equal", anchor="NW")
+        ax.set_title(name, loc="left", weight="bold")
+        ax.axis("off")
+    kinds = {f"non-zero of tile {tile}, with its column": _TILES[tile][0] for tile in range(2)}
+    kinds |= {"count": "0.25", "unused slot": "0.93"}
+    entries = {name: Rectangle((0, 0), 1, 1, facecolor=colour) for name, colour in kinds.items()}
+    _legend(figure, "lower center", entries, ncols=4, handlelength=1)
+    _caption(
+        figure,
+        f"One matrix in four formats. Rows are tokens, and tiles have {tile_n} columns. Every cell",
+        "with a column also stores the value. A row that does not fit keeps its true counts, and",
+        "is stored densely as an overflow row or backup row.",
+    )
+    return figure
+
+
+def _height(panel: pd.DataFrame) -> int:
+    """Rows of a panel, with a gap below each of its parts."""
+    return (panel.groupby("part")["row"].max() + 2).sum()
+
+
+def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:
+    """Draw a format's parts, one below the other."""
+    top = 0
+    for part, table in panel.groupby("part", sort=False):
+        if top:
+            ax.text(0, top - 0.15, part, fontsize=6.5, style="italic", va="bottom")
+        for cell in table.itertuples():
+            x, y = cell.slot, top + cell.row
+            colour, ink = _TILES[cell.label // tile_n % len(_TILES)]
+            face, edge, ink = _KINDS.get(cell.kind, (colour, "white", ink))
+            ax.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, linewidth=0.5))
+            if ink:
+                look = {"color": ink, "fontsize": 6, "ha": "center", "va": "center"}
+                ax.text(x + 0.5, y + 0.53, cell.label, **look)
+        for row, token in table.groupby("row")["token"].first().items():
+            y = top + row + 0.53
+            ax.text(-0.3, y, f"$t_{{{token}}}$", fontsize=7, ha="right", va="center")
+        top += table["row"].max() + 2.0
+
+
+def fig01_bytes(table: pd.DataFrame) -> Figure:
+    """Draw bytes against dense by active share, from `analysis.format_bytes`."""
+    figure, ax = _panel(COLUMN, 3.0)
+    shades = iter(sns.light_palette(BLUE, 4)[:0:-1])
+    looks = {"ELL": (ROWWISE, "D"), "Hybrid": (HYBRID, "X")}
+    for name, line in table.groupby("format", sort=False):
+        if name == "Dense":  # thin, above TwELL at C = 2, which is as large
+            look = {"color": "black", "linestyle": "--", "linewidth": 0.8, "zorder": 3}
+        else:
+            colour, marker = looks.get(name.split(",")[0]) or (next(shades), "o")
+            look = {"color": colour, "marker": marker, "markersize": 4, "mec": "white", "mew": 0.5}
+        ax.plot(100 * line["active_share"], line["relative"], label=name, **look)
+    ax.set(xscale="log", yscale="log")
+    ax.set(xlabel="active neurons (% of all)", ylabel="bytes (ratio to dense bf16)")
+    plain(ax.xaxis, ax.yaxis)
+    _legend(figure, "lower center", ncols=2)
+    dense = table[table["format"] == "Dense"].iloc[0]
+    neurons = round(dense["active"] / dense["active_share"])
+    shape = f"{dense['nbytes'] / 2 / neurons:,.0f} x {neurons:,}"
+    _caption(
+        figure,
+        f"Each point packs one random matrix of {shape} with uneven rows: counted, not measured.",
+        "C: compression of TwELL; at C = 2 it is as large as dense until tiles overflow.",
+    )
+    return figure

@@ -1,0 +1,165 @@
+"""FP8 beside bf16: which rows are compared, and what is said of them."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from study import analysis
+from study.analysis import claims, quantities
+from tests.factories.analysis import (
+    BASE,
+    COMPILED,
+    decode_rows,
+    evaluation,
+    model_rows,
+    quality_rows,
+    speed_rows,
+    together,
+)
+
+EMPTY = pd.DataFrame()
+UNION, ROWWISE = "triton union FP8", "triton rowwise FP8"
+BY_ROWS, BY_TENSORS = "dense FP8 torch.compile", "dense FP8 by tensors torch.compile"
+TORCHAO = "dense FP8 torchao torch.compile"
+LATER = {"date": "2026-11-23T10:00:00+00:00"}
+
+
+def by_side(table):
+    return table.set_index("side")
+
+
+@pytest.mark.parametrize(
+    ("provider", "side"),
+    [
+        (BASE, "dense"), ("triton union", "sparse"), ("triton torch.compile", "sparse"),
+        (BY_ROWS, "dense FP8"), (BY_TENSORS, "dense FP8"), (TORCHAO, "dense FP8"),
+        ("triton decode FP8", "sparse FP8"), ("triton FP8 torch.compile", "sparse FP8"),
+        ("dense FP8 all torch.compile", "dense FP8 all"),
+        ("triton FP8 all torch.compile", "sparse FP8 all"),
+        ("dense", ""), ("dense eager", ""), ("triton dense FP8", ""), ("auto FP8", ""),
+        ("triton", ""), ("dense int8 weights torch.compile", ""), ("auto torch.compile", ""),
+    ],
+)  # fmt: skip
+def test_sides(provider, side):
+    assert analysis.side_of(provider) == side and side in ["", *analysis.SIDES]
+
+
+def test_the_fastest_of_each_side_within_a_call():
+    times = {BASE: 8.0, "triton union": 4.0, "triton rowwise": 5.0, "auto": 1.0}
+    times |= {BY_ROWS: 6.0, BY_TENSORS: 5.0, UNION: 2.0, ROWWISE: 3.0, "auto FP8": 1.0}
+    energy = dict.fromkeys(times, 10.0) | {BY_TENSORS: 8.0, UNION: 6.0}
+    call = speed_rows(64, 29.0, times, energy=list(energy.values()))
+    # The same case later, dense FP8 alone; and another case without any.
+    again = speed_rows(64, 29.01, {BASE: 9.0, BY_ROWS: 3.0}, **LATER)
+    rows = together(call, again, speed_rows(128, 29.0, {BASE: 8.0, "triton union": 4.0}))
+    table = analysis.fastest(analysis.speedups(rows))
+    sides = by_side(table[table["tokens"] == 64])
+    expected = {"dense": 9.0, "sparse": 4.0, "dense FP8": 3.0, "sparse FP8": 2.0}
+    assert sides["p50"].to_dict() == expected
+    # Sparse FP8 is compared with dense FP8 of its own call.
+    assert sides["over_fp8"]["sparse FP8"] == 2.5 and sides["over_fp8"]["dense FP8"] == 1
+    assert sides["energy_over_fp8"]["sparse FP8"] == pytest.approx(-25)
+    assert sides.loc[["dense", "sparse"], "over_fp8"].isna().all()
+    assert sides["speedup"]["sparse FP8"] == 4
+    assert sorted(table.loc[table["tokens"] == 128, "side"]) == ["dense", "sparse"]
+    alone = analysis.fastest(analysis.speedups(speed_rows(64, 29.0, {BASE: 4.0, UNION: 1.0})))
+    assert np.isnan(by_side(alone)["over_fp8"]["sparse FP8"])
+    assert analysis.fastest(EMPTY).empty
+
+
+def test_calls_without_fp8_are_left_out():
+    call, later = decode_rows({BASE: 4.0, BY_ROWS: 5.0}), decode_rows({BASE: 3.0}, **LATER)
+    assert analysis.of_fp8_calls(together(call, later))["p50"].tolist() == [4.0, 5.0]
+
+
+def test_attention_is_compared_with_attention_in_fp8():
+    names = [
+        f"{kind} FP8{more} torch.compile" for more in ("", " all") for kind in ("dense", "triton")
+    ]
+    times = dict(zip([*COMPILED, *names], [9.0, 7, 7, 8, 6, 6, 3], strict=True))
+    table = by_side(analysis.fastest(analysis.model_speedups(model_rows(times, model="2b"))))
+    assert table["over_fp8"][["sparse FP8", "sparse FP8 all"]].tolist() == pytest.approx([8 / 6, 2])
+
+
+def test_speed_beside_quality():
+    older = quality_rows([0.0, 9.0, 9.0, 9.0, 9.0])
+    large = quality_rows([0.0] * 5, model="a", parameters=9e7, active=5.0)
+    rows = together(quality_rows([0.0, 0.4, 0.2, 0.9, 0.7], **LATER), older, large)
+    quality = analysis.fp8_quality(rows)
+    assert quality["model"].tolist() == ["twell-6m"] * 5 + ["a"] * 5  # the newest call of each
+    quality = quality[quality["model"] == "twell-6m"]
+    times = {BASE: 8.0, "triton union": 4.0, BY_ROWS: 6.0, UNION: 2.0}
+    speeds = analysis.fastest(analysis.speedups(speed_rows(64, 29.0, times)))
+    table = by_side(analysis.speed_and_quality(speeds, quality))
+    expected = {"dense": 0.0, "sparse": 0.0, "dense FP8": 0.4, "sparse FP8": 0.2}
+    assert table["difference"].to_dict() == expected and table["speedup"]["sparse FP8"] == 4
+    assert table["low"]["dense FP8"] == pytest.approx(0.36)
+    in_bf16 = speeds[~speeds["side"].str.contains("FP8")]
+    for one, other in ((in_bf16, quality), (speeds, EMPTY), (speeds[:0], quality)):
+        assert analysis.speed_and_quality(one, other).empty
+
+
+def printed(numbers):
+    return {row["name"]: row["ours"] for row in claims.rows("fp8", numbers)}
+
+
+def test_claims_of_what_was_measured():
+    times = {BASE: 8.0, BY_ROWS: 6.0, TORCHAO: 5.0, UNION: 2.0, ROWWISE: 3.0}
+    layers = together(
+        speed_rows(131_072, 29.0, times),
+        speed_rows(131_072, 29.0, {BASE: 1.0, UNION: 2.0}, pattern="even"),
+        speed_rows(1, 34.0, {BASE: 3.0, "triton decode FP8": 1.0}, mode="graph", weight_sets=8),
+        speed_rows(65_536, 40.0, times, hidden_size=3072, intermediate_size=8192),
+    )
+    names = ["dense torch.compile", "dense FP8 torch.compile", "triton FP8 torch.compile"]
+    passes = model_rows(dict(zip(names, [9.0, 6, 3], strict=True)), 24.0, energy=[9.0, 8, 6])
+    decode = decode_rows(dict(zip(names, [4.0, 5, 2], strict=True)), batch=8)
+    quality = quality_rows([0.0, 0.004, 0.002, 0.009, 0.007])
+    large = [
+        quality_rows([0.0, 0.1, 0.3, 0, 0], model=f"m{n}", active=n, parameters=9e7) for n in (5, 7)
+    ]
+    evaluated = [
+        evaluation("a", gain=gain, backend=backend, dtype=dtype)
+        for backend in ("dense", "triton")
+        for dtype, gain in (("bfloat16", 0.02), ("FP8", 0.05 if backend == "dense" else 0.01))
+    ]
+    tables = layers, passes, decode
+    functions = analysis.speedups, analysis.model_speedups, analysis.decode_speedups
+    fastest = [analysis.fastest(of(table)) for of, table in zip(functions, tables, strict=True)]
+    quality = analysis.fp8_quality(together(quality, *large))
+    evaluated = analysis.evaluations(evaluated)
+    ours = printed(quantities.fp8(*fastest, quality, evaluated))
+    assert ours == {
+        "fp8_large": "4.00 times dense bf16, 2.50 times dense FP8",
+        "fp8_wide": "4.00 times dense bf16, 2.50 times dense FP8",
+        "fp8_ffn": "+200% tokens/s over bf16, +100% over dense FP8",
+        "fp8_energy_ffn": "−33% energy over bf16, −25% over dense FP8",
+        "fp8_decode_8": "+100% tokens/s over bf16, +150% over dense FP8",
+        "fp8_cost_shipped": "+0.0020 nats (+0.0018 to +0.0024)",
+        "fp8_cost_shipped_over": "−0.0020 nats (−0.0024 to −0.0018)",
+        "fp8_cost_first": "+0.3000 nats (+0.2700 to +0.3600)",
+        "fp8_cost_first_over": "+0.2000 nats (+0.2400 to +0.1800)",
+        "fp8_cost_second": "+0.3000 nats (+0.2700 to +0.3600)",
+        "fp8_cost_second_over": "+0.2000 nats (+0.2400 to +0.1800)",
+        "fp8_tasks_sparse": "−1.0 to −1.0 points",
+        "fp8_tasks_dense": "+3.0 to +3.0 points",
+    }
+    numbers = quantities.fp8(*fastest, quality, evaluated)
+    assert (numbers["large_by"], numbers["large_path"]) == ("torchao", "union")
+    assert (numbers["first_model"], numbers["second_model"]) == ("m7", "m5")
+    # One token has no dense FP8 beside it.
+    assert numbers["one_sparse"] == 3 and np.isnan(numbers["one_over"])
+    assert printed(quantities.fp8(*[EMPTY] * 5)) == {}
+
+
+def test_rounding_is_told_apart_from_fp8():
+    records = [
+        evaluation("a", gain=gain, backend=backend, dtype=dtype)
+        for backend, dtype, gain in (
+            ("dense", "float32", 0.0), ("dense", "bfloat16", 0.01),
+            ("dense", "FP8", 0.2), ("triton", "FP8", 0.3),
+        )
+    ]  # fmt: skip
+    differences = analysis.backend_differences(analysis.evaluations(records))
+    assert differences["compared"].tolist() == ["bfloat16, float32"]
+    assert differences["difference"].tolist() == pytest.approx([0.01])
