@@ -24,7 +24,7 @@ LEVELS := 0 1e-3 3e-3 3e-2
 LIVE := runs/live
 TRACED := $(LIVE)/l1-3e-3
 TRAINING := $(wildcard $(addprefix twell/,sparse/*.py models/*.py corpus/*.py train/*.py)) $(addprefix twell/,config.py results.py configs/quick.yaml)
-DRAWING := $(wildcard study/*/*.py study/*/*.yaml twell/trace/*.py) $(addprefix twell/,results.py tables.py sparse/formats.py) data/paper.yaml
+DRAWING := $(wildcard study/*.py study/*/*.py twell/trace/*.py) $(addprefix twell/,results.py tables.py sparse/formats.py) data/paper.yaml data/claims.yaml
 RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
 LIVELY := 02_sparsity 03_layerwise 04_tokens 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
 NOTEBOOKS := $(RECORDED:%=build/notebooks/%.ipynb)

@@ -6,7 +6,7 @@ import ast
 
 import grimp
 
-from study import analysis
+from study.pages import between
 from twell import results
 
 BEGIN, END = "<!-- house: python scripts/house.py -->", "<!-- end of house -->"
@@ -72,7 +72,7 @@ def main() -> None:
     page = results.root() / "docs" / "maintaining.md"
     text = page.read_text(encoding="utf-8")
     table = f"\n{picture()}\n"
-    results.write_atomically(page, analysis.claims.between(text, BEGIN, END, table))
+    results.write_atomically(page, between(text, BEGIN, END, table))
 
 
 if __name__ == "__main__":

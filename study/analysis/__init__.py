@@ -1,7 +1,7 @@
 """Tables behind the figures: runs, logs, traces, measured rows and evaluations as DataFrames.
 
 Everything here is a count, a mean or a ratio of logged, stored or measured numbers. Nothing draws,
-and only `quantities.recorded` reads files. Each module stands on those above it alone:
+and only `Bench` reads files. Each module stands on those above it alone:
 
 runs      the outcome of each run, an L1 sweep by level, curves over training
 variants  other choices of training, other sizes and ways to compute, and the noise of seeds
@@ -16,17 +16,10 @@ clusters  what a training would cost on many GPUs
 tasks     accuracies of downstream tasks
 items     models beside each other on the same items
 relufied  pretrained models that became sparse, their answers, and the speed of their activity
-trained   quantities of runs: the numbers behind the claims, by name
-measured  quantities of measured rows
-quantities  those of formats, traces and evaluations; all by subject (`analysis.quantities.sweep`)
-claims    the paper's claims beside ours, from claims.yaml (`analysis.claims.table`)
-pages     tables of documents, from measured rows
 
-The public names are here: `from twell import analysis`, then `analysis.sweep`. `quantities`,
-`claims` and `pages` are handed on as modules.
+The public names are here: `from study import analysis`, then `analysis.sweep`.
 """
 
-from study.analysis import claims, pages, quantities
 from twell.lazy import hand_on
 
 __getattr__, __dir__, __all__ = hand_on(
@@ -40,10 +33,10 @@ __getattr__, __dir__, __all__ = hand_on(
         ".clusters": "Cluster stops_scaling training_costs",
         ".formats": "format_bytes format_cells",
         ".items": "DRAWS SCORES answer_records paired_records paired_runs",
-        ".longer": "BUDGETS RACED over_tokens race reached trend",
+        ".longer": "BUDGETS RACED late_gain over_tokens race reached trend",
         ".quantized": "DENSE_FP8_BY SIDES fastest fp8_quality of_fp8_calls side_of "
         "speed_and_quality",
-        ".relufied": "ALIKE ASKED MANY_TOKENS ORIGINAL WITHOUT_L1 gains_by_share relufied_answers "
+        ".relufied": "ALIKE ASKED MANY_TOKENS ORIGINAL STUDENTS WITHOUT_L1 gains_by_share relufied_answers "
         "relufied_budgets relufied_course relufied_frontier relufied_layers "
         "relufied_outlook relufied_pairs relufied_runs",
         ".runs": "COMPUTED_BY MAX_PRICE MAY_DIFFER MIN_FFN_GAIN MIN_LAYER_ACTIVE RECIPE STATUSES "

@@ -204,3 +204,14 @@ def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
         rows.append((run, backend, level, target, seconds, where, last[run], *whole))
     columns = [*by, "cross_entropy", "seconds", "tokens", "last", "peak_memory", "train_last"]
     return pd.DataFrame(rows, columns=columns)
+
+
+def late_gain(raced: pd.DataFrame) -> float:
+    """Return the tokens/s of the sparse run of a `race` over the dense one's, in %.
+
+    Of the second half of training, when activity has settled. Raises KeyError without a dense run.
+    """
+    late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("backend")
+    spans = late[["tokens", "seconds"]].agg(np.ptp)
+    speeds = spans["tokens"] / spans["seconds"]
+    return float(100 * (speeds.drop("dense").item() / speeds["dense"] - 1))

@@ -23,6 +23,8 @@ _SAMPLED = ["sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
 ALIKE = 0.05  # relative difference of activity
+# Runs of one pretrained model; worse learning rates and a lighter first L1 are left out.
+STUDENTS = "relufy-* again-* fitted-* hidden-* unfitted-* rate-5e-4-*"
 MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
 _PAIRS = "run name reference beside task items accuracy other difference low high".split()
 ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's answers

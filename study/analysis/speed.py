@@ -52,9 +52,9 @@ def _check_rows(
 def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
     """Of each case, with `active` the same within SAME_ACTIVE, the rows of the newest date."""
     ordered = rows.sort_values("active", kind="stable")
-    steps = ordered.groupby(case)["active"].transform(
-        lambda active: (active.diff() > SAME_ACTIVE * active).cumsum()
-    )
+    by_case = [ordered[column] for column in case]
+    jumps = ordered["active"].groupby(by_case).diff() > SAME_ACTIVE * ordered["active"]
+    steps = jumps.groupby(by_case).cumsum()
     newest = ordered.groupby([*case, steps.rename("level")])["date"].transform("max")
     return ordered[ordered["date"] == newest].sort_index()
 

@@ -1,6 +1,6 @@
 """Tables of pages below docs/, written from the measured rows of data/bench.
 
-`tables` returns them by page and name; scripts/claims.py puts them between their markers. Speeds
+`tables` returns them by page and name. scripts/claims.py puts them between their markers. Speeds
 are over dense torch.compile of the same measurement.
 """
 
@@ -14,11 +14,22 @@ import numpy as np
 import pandas as pd
 
 from study.analysis.bench import Bench
-from study.analysis.measured import SPARSE, layer_case
 from study.analysis.quantized import DENSE_FP8_BY, fastest, fp8_quality, of_fp8_calls, side_of
 from study.analysis.speed import at_level, decode_speedups, model_speedups, near_level, speedups
 from twell.measure import providers
 
+SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
+# Cases of the layer alone: tokens, pattern, mode, active neurons, gated.
+CASES = {
+    "131,072, skewed, 29 active": (131_072, "skewed", "stream", 29, True),
+    "131,072, even, 29 active": (131_072, "even", "stream", 29, True),
+    "131,072, skewed, 100 active": (131_072, "skewed", "stream", 100, True),
+    "16,384, skewed, 29 active": (16_384, "skewed", "stream", 29, True),
+    "2,048, skewed, 29 active, CUDA graph": (2048, "skewed", "graph", 29, True),
+    "2,048, skewed, 29 active, stream": (2048, "skewed", "stream", 29, True),
+    "without gate, N = 8192, 131,072, skewed, 40 active": (131_072, "skewed", "stream", 40, False),
+}
+LARGE = "131,072, skewed, 29 active"
 USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632"
 WIDTHS = [(1024, 2816, 14), (2048, 5632, 29), (3072, 8192, 41), (4096, 14336, 73)]  # and active
 # Of which published model a layer has the shape; most have no gate or another activation.
@@ -63,7 +74,20 @@ def tables(root: str | Path) -> dict[str, dict[str, str]]:
     }
 
 
-def _markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
+def between(text: str, begin: str, end: str, content: str) -> str:
+    """Return a text with `content` between two marker lines.
+
+    Raises ValueError for a text without one of them.
+    """
+    for marker in (begin, end):
+        if marker not in text.splitlines():
+            raise ValueError(f"no line {marker!r} in the text; put it where the table belongs")
+    head, _, rest = text.partition(f"{begin}\n")
+    _, _, tail = rest.partition(f"{end}\n")
+    return f"{head}{begin}\n{content}\n{end}\n{tail}"
+
+
+def markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
     """A table; columns: names between bars, a colon behind those of numbers."""
     names = [name.strip() for name in columns.split("|")]
     lines = [" | ".join(name.rstrip(":") for name in names)]
@@ -102,29 +126,28 @@ def _named(path: str) -> str:
 
 # --- the layer ------------------------------------------------------------------------------------
 
-_NAMES = {  # of cases of `measured`
-    "large": "131,072, skewed, 29 active",
-    "even": "131,072, even, 29 active",
-    "hundred": "131,072, skewed, 100 active",
-    "middle": "16,384, skewed, 29 active",
-    "small": "2,048, skewed, 29 active, CUDA graph",
-    "small_eager": "2,048, skewed, 29 active, stream",
-    "ungated": "without gate, N = 8192, 131,072, skewed, 40 active",
-}
+
+def layer_case(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return the rows of one of CASES. Raises KeyError for another name."""
+    tokens, pattern, mode, active, gated = CASES[name]
+    neurons = 5632 if gated else 8192
+    query = f"gated == {gated} and hidden_size == 2048 and intermediate_size == {neurons} and "
+    query += f"tokens == {tokens} and pattern == '{pattern}' and mode == '{mode}'"
+    return near_level(table.query(query), active)
 
 
 def layer(table: pd.DataFrame) -> str:
     """Return the cases of the layer alone."""
     rows = []
-    for name, label in _NAMES.items():
+    for name in CASES:
         case = layer_case(table, name)
         best = _best(case)
         if best is not None:
             times = _time(best["p50_dense"]), _time(best["p50"])
-            rows.append((label, _named(best["path"]), *times, _number(best["speedup"])))
-            rows[-1] += (_number(_auto(case)),)
+            gains = _number(best["speedup"]), _number(_auto(case))
+            rows.append((name, _named(best["path"]), *times, *gains))
     columns = "tokens, activity | path | dense: | sparse: | speed-up: | `auto`, speed-up:"
-    return _markdown(columns, rows)
+    return markdown(columns, rows)
 
 
 def by_activity(table: pd.DataFrame) -> str:
@@ -141,7 +164,7 @@ def by_activity(table: pd.DataFrame) -> str:
             cells.append("–" if best is None else _number(best["speedup"]))
         rows.append((level, *cells))
     names = " | ".join(f"{pattern}, {tokens:,} tokens:" for pattern, tokens in cases)
-    return _markdown(f"active: | {names}", rows)
+    return markdown(f"active: | {names}", rows)
 
 
 def by_width(table: pd.DataFrame) -> str:
@@ -156,7 +179,7 @@ def by_width(table: pd.DataFrame) -> str:
             gains = case.loc[case["provider"] == providers.UNION.name, "speedup"]
             cells.append(_number(gains.iloc[-1] if len(gains) else np.nan))
         rows.append((f"{width} x {neurons}", active, *cells))
-    return _markdown("K x N | active: | 2,048 tokens, graph: | 16,384: | 65,536:", rows)
+    return markdown("K x N | active: | 2,048 tokens, graph: | 16,384: | 65,536:", rows)
 
 
 def few_tokens(table: pd.DataFrame) -> str:
@@ -174,7 +197,7 @@ def few_tokens(table: pd.DataFrame) -> str:
             cells += _time(1e3 * ms, ""), _number(gain / dense)
             rows.append((f"{tokens:,}", _named(best["path"]), *times, *cells))
     columns = "tokens: | best sparse path | dense, us: | sparse, us: | speed-up: | `auto` takes | "
-    return _markdown(f"{columns}`auto` in FP8, us: | over dense FP8:", rows)
+    return markdown(f"{columns}`auto` in FP8, us: | over dense FP8:", rows)
 
 
 def situations(table: pd.DataFrame) -> str:
@@ -192,7 +215,7 @@ def situations(table: pd.DataFrame) -> str:
     columns = " | ".join(
         f"{mode}, dense: | {mode}, `auto`: | speed-up:" for mode in ("eager", "compiled")
     )
-    return _markdown(f"tokens: | {columns}", rows)
+    return markdown(f"tokens: | {columns}", rows)
 
 
 def other_shapes(table: pd.DataFrame) -> str:
@@ -215,7 +238,7 @@ def other_shapes(table: pd.DataFrame) -> str:
                 for what, gains in lines.items()
                 if not np.isnan(gains).all()
             ]
-    return _markdown("layer | active: | computed by | 1: | 64: | 2,048: | 65,536:", rows)
+    return markdown("layer | active: | computed by | 1: | 64: | 2,048: | 65,536:", rows)
 
 
 _SERVED_BY = {
@@ -250,7 +273,7 @@ def serving(table: pd.DataFrame) -> str:
             cells = _number(bound), gain, "–", "–", row["rounds"]
             rows.append((way, "no feed-forward layer", *cells))
     columns = "calls | computed by | requests/s: | over dense: | "
-    return _markdown(f"{columns}first token, ms: | 95%, ms: | rounds:", rows)
+    return markdown(f"{columns}first token, ms: | 95%, ms: | rounds:", rows)
 
 
 # --- FP8 ------------------------------------------------------------------------------------------
@@ -282,7 +305,7 @@ def fp8_layer(table: pd.DataFrame) -> str:
             rows.append((_fp8_order(*keys), (_fp8_name(*keys), *_fp8_cells(sides))))
     columns = "tokens, activity | dense bf16: | sparse bf16: | dense FP8: | sparse FP8: | "
     columns += "sparse FP8 over dense bf16: | over dense FP8: | fastest dense FP8"
-    return _markdown(columns, (cells for _, cells in sorted(rows)))
+    return markdown(columns, (cells for _, cells in sorted(rows)))
 
 
 def _fp8_order(width, neurons, gated, pattern, mode, tokens, date, active) -> tuple:
@@ -331,7 +354,7 @@ def fp8_models(forward: pd.DataFrame, decode: pd.DataFrame) -> str:
                 side = _SIDES.get(row["side"], row["side"])
                 number = f"{float(f'{speed:.4g}'):,.0f}"
                 rows.append((f"{model.upper()}, {what}", side, number, *cells, peak))
-    return _markdown("model | computed by | tokens/s: | speed: | energy: | peak, GB:", rows)
+    return markdown("model | computed by | tokens/s: | speed: | energy: | peak, GB:", rows)
 
 
 def fp8_costs(quality: pd.DataFrame) -> str:
@@ -348,4 +371,4 @@ def fp8_costs(quality: pd.DataFrame) -> str:
         about = f"`{row['model']}`, {row['active']:.0f} active"
         cells = changes if len(changes) == 2 else [*changes, "–"]
         rows.append((about, _SIDES.get(row["side"], row["side"]), *cells))
-    return _markdown("model | computed by | over bf16, nats: | over dense FP8, nats:", rows)
+    return markdown("model | computed by | over bf16, nats: | over dense FP8, nats:", rows)

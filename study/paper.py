@@ -1,0 +1,621 @@
+"""The paper number by number: the claims of data/claims.yaml beside what data/ says.
+
+`table` has a row a claim. Each subject has one function here, which takes our numbers from the
+tables that the lessons show, and states its rules. data/claims.yaml has what the paper prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import yaml
+
+from study.analysis import (
+    activity,
+    agreement,
+    items,
+    longer,
+    quantized,
+    relufied,
+    runs,
+    speed,
+    variants,
+)
+from study.analysis import tasks as accuracy
+from study.analysis.bench import Bench
+from study.analysis.variants import contrast, noise_limit
+from study.pages import LARGE, SPARSE, layer_case
+from twell import results
+from twell.measure import providers
+from twell.sparse.formats import PackedTwELL
+from twell.tables import NEAR_CHANCE, evaluations, level_name, logged_layers
+from twell.trace import Aggregate, Trace
+
+LOSS, ACTIVE, DEAD = variants.QUANTITIES
+LEVEL, LOWER = 6e-4, 1.5e-4  # L1; LEVEL stands for the paper's 2e-5
+SETTING = "85m-50m-l1-6e-4"
+AT_LEVEL = "85m-*m-l1-6e-4-seed-* depth-*-l1-6e-4-seed-* 171m-30m-1-gpu flagship-half "
+AT_LEVEL += "flagship-triton flagship-*m-l1-6e-4"
+OTHER_CHOICES = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"
+SIZES = {"0_5b": "0.5B", "1b": "1B", "1_5b": "1.5B", "2b": "2B"}
+FORCED = providers.TRITON_COMPILED.name
+LAST = 27  # the last layer of the paper's 1.5B model, counted from 0
+VERDICTS = ["reproduced", "in part", "contradicted", "not testable", "ours", "not compared"]
+COLUMNS = ["subject", "name", "claim", "paper", "source", "ours", "interval", "seeds", "verdict"]
+COLUMNS += ["note", "evidence", "command"]
+Row = dict[str, Any]
+
+
+class Recorded:
+    """What data/ of a repository holds. Each part is read once, when it is first needed."""
+
+    def __init__(self, root: str | Path) -> None:
+        self.folder = Path(root) / "data"
+        text = (self.folder / "claims.yaml").read_text(encoding="utf-8")
+        self.subjects: dict[str, dict[str, Any]] = yaml.safe_load(text)
+        self.paper = results.paper()
+        self.bench = Bench(self.folder / "bench", ["ffn.csv", "model.csv", "train_step.csv"])
+
+    @cached_property
+    def every_run(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        return results.load_runs(self.folder / "runs")
+
+    def runs(self, patterns: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Return the runs whose names fit one of the patterns, and their log."""
+        every, log = self.every_run
+        some = every[runs.fits(every["run"], patterns)]
+        log = log[log["run"].isin(some["run"])].reset_index(drop=True)
+        return some.dropna(axis=1, how="all").reset_index(drop=True), log
+
+    @cached_property
+    def choices(self) -> pd.DataFrame:
+        return variants.choices(*self.runs("85m-50m-*"))
+
+    @cached_property
+    def answers(self) -> pd.DataFrame:
+        return results.load_kept(self.folder / "eval", ".csv.xz")
+
+    @cached_property
+    def findings(self) -> pd.DataFrame:
+        kept = results.load_kept(self.folder / "traces", ".csv")
+        return agreement.findings(*self.every_run, kept, 6 / LAST)
+
+    @cached_property
+    def layers(self) -> pd.DataFrame:
+        return self.bench.rows("ffn.csv", speed.speedups)
+
+    @cached_property
+    def scale(self) -> pd.DataFrame:
+        """The paper's Table 1 beside ours, `scale_table` by quantity and model."""
+        where = "profile == 'paper' and batch == 64 and context == 2048"
+        models = self.bench.rows("model.csv", speed.model_speedups, where)
+        where = "profile == 'paper' and micro_batch == 16 and not checkpoint_activations"
+        steps = self.bench.rows("train_step.csv", speed.step_speedups, where)
+        return speed.scale_table(self.paper, models, steps).set_index(["quantity", "model"])
+
+    def aggregate(self, name: str) -> Aggregate:
+        return Aggregate.load(self.folder / "traces" / f"{name}-aggregate.npz")
+
+    def printed(self, **where: Any) -> float:
+        """Return the paper's one number whose row in data/paper.yaml has these cells."""
+        rows = self.paper
+        for column, value in where.items():
+            rows = rows[rows[column] == value]
+        return float(rows["value"].item())
+
+
+def row(
+    name: str,
+    ours: str,
+    verdict: str,
+    limit: str = "",
+    seeds: int | str = "",
+    note: str = "",
+) -> Row:
+    """Return our side of a claim. limit: of an interval, such as "0.5", or "0.19 to 0.37"."""
+    interval = limit if not limit or " to " in limit else f"± {limit}"
+    values = {"ours": ours, "interval": interval, "seeds": seeds, "verdict": verdict, "note": note}
+    return {"name": name} | values
+
+
+def judge(reproduced: bool, not_testable: bool = False, in_part: bool = False) -> str:
+    """Return the first verdict that holds, or "contradicted"."""
+    if reproduced:
+        return "reproduced"
+    return "not testable" if not_testable else "in part" if in_part else "contradicted"
+
+
+def at_most(bound: float, value: float, limit: float) -> str:
+    """Return the verdict on an upper bound: the whole interval has to be within it."""
+    return judge(value + limit <= bound, value - limit <= bound)
+
+
+def more_than(bound: float, value: float, limit: float) -> str:
+    """Return the verdict on a lower bound."""
+    return judge(value - limit > bound, value + limit > bound)
+
+
+def ends(values: Any, spec: str) -> str:
+    """Return the least and the largest value, or one where they read alike."""
+    return " to ".join(dict.fromkeys(f"{end:{spec}}" for end in (min(values), max(values))))
+
+
+def percent(ratio: float) -> float:
+    """Return the change in % that a ratio is."""
+    return 100 * (ratio - 1)
+
+
+# --- trainings ------------------------------------------------------------------------------------
+
+
+def outcomes(levels: pd.DataFrame, seeds: pd.DataFrame) -> pd.DataFrame:
+    """Return `levels` by L1 with shares in %, and with what seeds explain as NAME_limit.
+
+    price is the change of cross-entropy over L1 = 0. seeds: runs, whose noise counts.
+    """
+    table = levels.set_index("l1_coefficient", drop=False)
+    dense = table.loc[0.0, "runs"]
+    spread = [np.expm1(noise_limit(seeds, ACTIVE, number, np.inf)) for number in table["runs"]]
+    return table.assign(
+        active_limit=table["active"] * spread,
+        share=100 * table["active_fraction"],
+        share_limit=100 * table["active_fraction"] * spread,
+        price=table[LOSS],
+        price_limit=[noise_limit(seeds, LOSS, number, dense) for number in table["runs"]],
+        dead=100 * table[DEAD],
+        dead_limit=[100 * noise_limit(seeds, DEAD, number, np.inf) for number in table["runs"]],
+    )
+
+
+def sweep(data: Recorded) -> Iterator[Row]:
+    family, log = data.runs("85m-50m-*")
+    recipe = family[runs.choice(family) == "recipe"]
+    more = runs.sweep(*data.runs("85m-100m-*"))
+    seeds = pd.concat([data.choices, more.assign(choice="longer")], ignore_index=True)
+    table = outcomes(runs.levels(runs.sweep(recipe, log)), seeds)
+    twice = outcomes(runs.levels(more), seeds)
+    dense, best, last = table.loc[0.0], table.loc[LEVEL], table.iloc[-1]
+    lower, beyond = table.loc[1e-9 : LEVEL - 1e-9], table.loc[LEVEL + 1e-9 :].iloc[0]
+
+    text = f"{dense.active:.0f} of {dense.active / dense.active_fraction:,.0f} ({dense.share:.1f}%)"
+    verdict = judge(dense.share + dense.share_limit < 30, dense.share - dense.share_limit < 30)
+    yield row("relu_alone", text, verdict, f"{dense.active_limit:.0f}", dense.runs)
+    inactive = 100 - best.share
+    least = inactive - best.share_limit
+    verdict, note = judge(least > 99, False, least >= 95), f"{best.active:.1f} active"
+    yield row("inactive", f"{inactive:.2f}%", verdict, f"{best.share_limit:.2f}", best.runs, note)
+    printed = {"source": "Table 3", "activation": "ReLU", "metric": "avg_nonzeros"}
+    paper = data.printed(**printed, l1=0) / data.printed(**printed, l1=2e-5)
+    fall = dense.active / best.active
+    limit = fall * np.expm1(noise_limit(seeds, ACTIVE, dense.runs, best.runs))
+    verdict = judge(fall - limit > paper / 2, False, fall - limit > 2)
+    yield row("fall", f"{fall:.1f} times", verdict, f"{limit:.1f}", best.runs)
+
+    for name, level in (
+        ("price", best),
+        ("price_on_more_tokens", twice.loc[LEVEL]),
+        ("price_on_more_tokens_lower", twice.loc[LOWER]),
+    ):
+        verdict = at_most(2, level.price, level.price_limit)
+        yield row(name, f"{level.price:+.1f}%", verdict, f"{level.price_limit:.1f}", level.runs)
+    limit, seeds_of_each = lower["price_limit"].max(), lower["runs"].min()
+    text, verdict = f"{ends(lower['price'], '+.1f')}%", at_most(2, lower["price"].max(), limit)
+    yield row("price_of_lower_levels", text, verdict, f"{limit:.1f}", seeds_of_each)
+    rise, limit = beyond.price - best.price, noise_limit(seeds, LOSS, beyond.runs, best.runs)
+    text, verdict = (
+        f"{rise:+.1f} points ({beyond.share:.2f}% active)",
+        judge(rise > limit, rise > -limit),
+    )
+    note = f"over L1 = 0 it is {beyond.price:+.2f}%"
+    yield row("breaks", text, verdict, f"{limit:.1f}", beyond.runs, note)
+    text, limit = f"{last.price:+.1f}% ({last.active:.2f} active)", last.price_limit
+    yield row("breaks_last", text, more_than(2, last.price, limit), f"{limit:.1f}", last.runs)
+
+    for name, column, values in (
+        ("activity_falls", ACTIVE, -np.log(table["active"])),
+        ("dead_rise", DEAD, table[DEAD]),
+    ):
+        steps = np.diff(values)
+        limits = np.array([noise_limit(seeds, column, *pair) for pair in pairwise(table["runs"])])
+        verdict = judge((steps > limits).all(), not (steps < -limits).any())
+        note = f"steps within the noise: {(abs(steps) <= limits).sum()} of {len(steps)}"
+        text = "yes" if (steps > 0).all() else "no"
+        yield row(name, text, verdict, seeds=ends(table["runs"], "d"), note=note)
+    bad = [level_name(level) for level in table.index[table["status"] != "alive"]]
+    text, verdict = ", ".join(bad) or "none", judge(not bad)
+    yield row("unusable", text, verdict, seeds=ends(table["runs"], "d"))
+    curves = runs.training_curves(recipe, log, "active_mean")
+    curves = curves[curves["l1_coefficient"] == LEVEL]
+    shares = [100 * runs.settles_after(curve) for _, curve in curves.groupby("run")]
+    text = f"{ends(shares, '.0f')}% of {curves['step'].max():,} steps"
+    verdict = judge(max(shares) <= 10, False, max(shares) < 50)
+    yield row("settles", text, verdict, seeds=len(shares))
+    for name, level in (("dead", best), ("dead_on_more_tokens", twice.loc[LEVEL])):
+        verdict = more_than(30, level.dead, level.dead_limit)
+        yield row(name, f"{level.dead:.0f}%", verdict, f"{level.dead_limit:.0f}", level.runs)
+
+
+def choices(data: Recorded) -> Iterator[Row]:
+    table = data.choices
+
+    def change(choice: str, column: str, level: float = LEVEL) -> pd.Series:
+        return pd.Series(contrast(table, column, (choice, level), ("recipe", level)))
+
+    def difference(name: str, one: pd.Series, verdict: str, note: str = "") -> Row:
+        return row(name, f"{one.difference:+.1f}%", verdict, f"{one.limit:.1f}", one.runs, note)
+
+    for name, choice, spec in (
+        ("reinit", "re-initialisation", ".1f"),
+        ("warmup", "L1 warm-up", ".0f"),
+    ):
+        dead, price, active = (change(choice, column) for column in (DEAD, LOSS, ACTIVE))
+        share, limit = 100 * dead.value, 100 * noise_limit(table, DEAD, dead.runs, np.inf)
+        without = 100 * dead.other
+        least = without - 100 * noise_limit(table, DEAD, dead.other_runs, np.inf)
+        high = share + limit
+        verdict = judge(least > 1 and high <= 1, without <= 1, high < least)
+        text = f"{share:{spec}} instead of {without:.0f}% dead"
+        yield row(f"{name}_dead", text, verdict, f"{limit:{spec}}", dead.runs)
+        yield difference(f"{name}_price", price, judge(price.difference <= price.limit))
+        if choice == "L1 warm-up":
+            width = 2112
+            text = f"{width * active.value:.1f} instead of {width * active.other:.1f} active"
+            note = f"{active.difference:+.0f} ± {active.limit:.0f}% at the same coefficient"
+            verdict = judge(active.difference > active.limit)
+            yield row("warmup_activity", text, verdict, seeds=active.runs, note=note)
+        else:
+            yield difference("reinit_activity", active, judge(active.difference <= active.limit))
+    printed = {"source": "Table 3", "metric": "cross_entropy", "l1": 0}
+    paper = data.printed(**printed, activation="SiLU") / data.printed(**printed, activation="ReLU")
+    silu = change("SiLU", LOSS, 0.0)
+    apart = max(abs(silu.difference), abs(silu.difference - percent(paper)))
+    yield difference("silu", silu, judge(silu.difference < -silu.limit, apart <= silu.limit))
+    for name, level in (("nongated_dense", 0.0), ("nongated", LEVEL)):
+        one = change("non-gated", LOSS, level)
+        beyond = abs(one.difference) - one.limit
+        yield difference(name, one, judge(beyond <= 0), f"beyond its limit by {beyond:.3f} points")
+
+
+def sizes(data: Recorded) -> Iterator[Row]:
+    table, seeds = variants.sizes(*data.runs("depth-* 85m-100m-l1-*")), data.choices
+    number = ends(table["runs"], "d")
+    limit = noise_limit(seeds, ACTIVE, table["runs"].min(), table["runs"].min())
+    printed = {"source": "text 4.2/App. A.1/Table 3", "metric": "avg_nonzeros"}
+    paper = np.log(data.printed(**printed, model="0.5B") / data.printed(**printed, model="2B"))
+    shares = 100 * table["active_fraction"]
+    for name, values, texts in (
+        ("larger_active", table["active"], table["active"].map("{:.1f}".format)),
+        ("larger_share", shares, shares.map("{:.3g}%".format)),
+    ):
+        steps = np.diff(np.log(values.astype(float)))
+        fall = -steps.sum()
+        untestable = max(abs(fall), abs(fall - paper)) <= limit
+        verdict = judge(fall > limit and steps.max() <= limit, untestable)
+        yield row(name, " → ".join(texts), verdict, seeds=number)
+    pairs = table[["runs", "dense_runs"]].to_numpy()
+    change, limits = table["change"], [noise_limit(seeds, LOSS, *pair) for pair in pairs]
+    text, verdict = f"{ends(change, '+.1f')}%", at_most(2, change.max(), max(limits))
+    yield row("price_by_size", text, verdict, f"{max(limits):.1f}", number)
+    growth = change.iloc[-1] - change.iloc[0]
+    limit = np.hypot(limits[0], limits[-1])  # of the difference of two prices
+    text = f"{growth:+.1f} points of %"
+    yield row("gap_by_size", text, judge(growth <= limit), f"{limit:.1f}", number)
+
+
+def training(data: Recorded) -> Iterator[Row]:
+    pair = data.runs("flagship-dense flagship-triton")
+    ways = variants.computed_otherwise(*pair).set_index("backend")
+    dense, sparse = ways.loc["dense"], ways.loc["triton"]
+    curves = variants.computed_curves(*pair).query("metric == 'tokens_per_second'")
+    seconds = curves.groupby("run")["tokens"].diff().fillna(curves["tokens"]) / curves["value"]
+    seconds = seconds.groupby(curves["run"]).sum()
+    whole = percent(seconds["flagship-dense"] / seconds["flagship-triton"])
+    late = percent(sparse["tokens_per_second"] / dense["tokens_per_second"])
+    yield row("training_whole", f"{whole:+.0f}% tokens/s", judge(whole > 0), seeds=1)
+    text = f"{late:+.0f}% tokens/s ({sparse['active']:.1f} active at the end)"
+    yield row("training_late", text, judge(late > 0), seeds=1)
+    memory = percent(sparse["peak_memory"] / dense["peak_memory"])
+    most = percent(sparse["peak_memory_whole"] / dense["peak_memory_whole"])
+    gigabytes = (side["peak_memory"] / 1e9 for side in (sparse, dense))
+    text = "{:+.0f}% ({:.1f} instead of {:.1f} GB)".format(memory, *gigabytes)
+    yield row("training_memory_late", text, judge(memory < 0), seeds=1)
+    text = f"{most:+.0f}% ({sparse['peak_memory_whole'] / 1e9:.1f} GB)"
+    yield row("training_memory_whole", text, judge(most < 0, False, memory < 0), seeds=1)
+
+    race = longer.race(*data.runs("flagship-300m-l1-0 flagship-300m-l1-6e-4"))
+    first, second = longer.reached(race).itertuples()
+    change, limit = percent(second.last / first.last), noise_limit(data.choices, LOSS, 1, 1)
+    note = f"on its own training text the price is {percent(second.train_last / first.train_last):+.1f}%"
+    verdict = at_most(2, change, limit)
+    yield row("training_race_loss", f"{change:+.1f}%", verdict, f"{limit:.1f}", 1, note)
+    active, dead = (
+        runs.training_curves(*data.runs("flagship-triton"), metric)
+        for metric in ("active_mean", "dead_fraction")
+    )
+    share, last = 100 * runs.settles_after(active), 100 * dead["value"].iloc[-1]
+    text, verdict = (
+        f"{share:.0f}% of {active['step'].max():,} steps",
+        judge(share <= 10, False, share < 50),
+    )
+    yield row("training_settles", text, verdict, seeds=1)
+    yield row("training_dead", f"{last:.0f}%", judge(last > 30), seeds=1)
+
+
+# --- activity -------------------------------------------------------------------------------------
+
+
+def shared(name: str, data: Recorded, finding: str) -> Row:
+    """Return the row of a finding that has to hold in every model at LEVEL, seeds among them.
+
+    Of overflowing tiles and first tokens: in every traced model.
+    """
+    groups = agreement.groups(data.findings, SETTING, AT_LEVEL)
+    counts = {of: agreement.shared(some).set_index("finding") for of, some in groups.items()}
+    everywhere = finding in ("no_overflow", "first_is_most")
+    models = counts["all" if everywhere else "level"].loc[finding]
+    seeds = models if everywhere else counts["seeds"].loc[finding]
+    whole, enough = models["holds"] == models["models"], seeds["models"] > 2
+    verdict = judge(enough and whole, not enough, 2 * models["holds"] > models["models"])
+    text = f"{models['holds']} of {models['models']} models"
+    if not everywhere:
+        text = f"{seeds['holds']} of {seeds['models']} seeds, {text}"
+    return row(
+        name, text, verdict, note=f"{groups['level']['setting'].nunique()} sizes and lengths"
+    )
+
+
+def layers(data: Recorded) -> Iterator[Row]:
+    def early(layer: int, last: int, paper: int) -> bool:
+        return abs(layer / last - paper / LAST) < agreement.PEAK_WITHIN
+
+    for name, end in ((SETTING, ""), ("flagship", "_flagship")):
+        counted = data.aggregate(name)
+        table = activity.per_layer(counted).set_index("layer")
+        ratios, mean, last = table["max_over_mean"], table["mean"], len(table) - 1
+        text = f"{ends(ratios, '.0f')} times by layer"
+        yield row(f"busiest_token{end}", text, judge(ratios.min() > 10), seeds=1)
+        tiles = activity.tile_overflow(counted).query("compression == 8")
+        most = tiles.loc[tiles["overflow_rows"].idxmax()]
+        text = f"{100 * most['overflow_rows']:.2g}% of the tokens in layer {most['layer']:.0f}"
+        yield row(f"overflow{end}", text, judge(most["overflow_rows"] == 0), seeds=1)
+        least = mean.nsmallest(3).index.tolist()
+        text = f"layers {', '.join(map(str, least))}, the least first"
+        verdict = judge({*least[:2]} == {0, 1}, False, bool(end) and least[0] <= 1)
+        yield row(f"least_active{end}", text, verdict, seeds=1)
+        peak = mean.idxmax()
+        text = f"layer {peak} of 0 to {last} ({mean.max():.0f} active)"
+        yield row(f"peak{end}", text, judge(early(peak, last, 6)), seeds=1)
+
+    dense, sparsest = (
+        logged_layers(data.runs(f"85m-50m-l1-{level}-seed-0")[1], 2112)["mean"]
+        for level in ("0", "5e-3")
+    )
+    peak, last = dense.idxmax(), len(dense) - 1
+    yield row("peak_dense", f"layer {peak} of 0 to {last}", judge(early(peak, last, 13)), seeds=1)
+    first, second = sorted(sparsest.nlargest(2).index)
+    verdict = judge(second == last and early(first, last, 2))
+    yield row("peaks_sparsest", f"layers {first}, {second} of 0 to {last}", verdict, seeds=1)
+    yield shared("least_active_shared", data, "first_two_least")
+    yield shared("busiest_token_shared", data, "ten_times")
+    yield shared("peak_shared", data, "early_peak")
+    yield shared("overflow_shared", data, "no_overflow")
+
+
+def tokens(data: Recorded) -> Iterator[Row]:
+    for name, end, spec in ((SETTING, "", ".1f"), ("flagship", "_flagship", ".0f")):
+        mean = activity.by_position(data.aggregate(name))["mean_active"]
+        first, later = mean.iloc[0], mean.iloc[len(mean) // 2 :].mean()
+        verdict = judge(first == mean.max() and first > later)
+        yield row(
+            f"first_token{end}", f"{first:{spec}} active; later {later:.1f}", verdict, seeds=1
+        )
+    yield shared("first_token_shared", data, "first_is_most")
+    words = activity.per_token(data.aggregate(SETTING), min_count=16)["token"]
+    words = [word.strip() or repr(word) for word in words]
+    yield row("lowest_tokens", ", ".join(words[:6]), "not compared", seeds=1)
+    yield row("highest_tokens", ", ".join(words[-6:]), "not compared", seeds=1)
+
+
+def neurons(data: Recorded) -> Iterator[Row]:
+    passage = Trace.load(data.folder / "traces" / "flagship-passage.npz")
+    table = activity.surprise_correlation(passage).query("layer == -1 and of == 'surprise'")
+    one = table.iloc[0]
+    limit, verdict = (
+        f"{one['low']:.2f} to {one['high']:.2f}",
+        judge(one["low"] > 0, one["high"] > 0),
+    )
+    yield row("surprise", f"rank correlation {one['spearman']:.2f}", verdict, limit)
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def tasks(data: Recorded) -> Iterator[Row]:
+    evaluated = evaluations(results.load_evaluations(data.folder / "eval"))
+    seven = accuracy.seven_tasks(evaluated[~runs.fits(evaluated["model"], OTHER_CHOICES)])
+    levels = accuracy.by_level(seven)
+    pairs = accuracy.against_dense(levels)
+    above = pairs[pairs["above_chance"].astype(bool)]
+    lost = (above["difference"] < -NEAR_CHANCE * above["stderr"]).sum()
+    verdict = judge(len(above) > 0 and lost == 0, above.empty, lost < len(above))
+    means = accuracy.several_levels(levels).query(f"task == {accuracy.MEAN!r}")
+    means = means[means["parameters"] == means["parameters"].iloc[-1]]
+    text = ", ".join((100 * means["accuracy"]).map("{:.1f}".format))
+    text = f"{text}% (chance {100 * means['chance'].iloc[0]:.1f}%)"
+    yield row("seven_tasks", text, verdict, f"{100 * means['stderr'].max():.1f}")
+    worst = pairs.loc[pairs["difference"].idxmin()]
+    note = f"of {len(pairs)} pairs; in {len(above)} of them a model is above chance on the mean"
+    text, limit = f"{100 * worst['difference']:+.1f} points", f"{100 * worst['stderr']:.1f}"
+    yield row("worst_pair", text, verdict, limit, note=note)
+    lettered = seven[seven["task"] == "commonsense_qa"]
+    verdict = judge(not (lettered["verdict"] == "above chance").any())
+    yield row("lettered", f"{ends(100 * lettered['accuracy'], '.1f')}%", verdict)
+
+    every = pd.Series(sorted(data.answers["run"].unique()))
+    sides = (every[runs.fits(every, f"85m-100m-l1-{l1}-seed-*")].tolist() for l1 in ("0", "6e-4"))
+    table = items.paired_runs(data.answers, *sides).query("above_chance")
+    lost, seeds = (table["verdict"] == "less").sum(), table[["runs", "dense_runs"]].min().min()
+    settled = seeds > 2 and not (table["verdict"] == "one seed").any()
+    unseen = ends(table["limit"] - table["difference"], ".1f")
+    text = f"{lost} of {len(table)} tasks are worse beyond the interval"
+    note = f"losses of up to {unseen} points, by task, are not excluded"
+    verdict = judge(settled and lost == 0, not settled, lost < len(table))
+    yield row("paired", text, verdict, seeds=seeds, note=note)
+
+
+def pretrained(data: Recorded) -> Iterator[Row]:
+    students = data.runs(relufied.STUDENTS)
+    table = relufied.relufied_runs(*students).set_index("run")
+    pairs = relufied.relufied_pairs(students[0], data.answers).query("task == 'mean'")
+    pairs = pairs.join(100 * table["active_fraction"].rename("share"), on="run")
+    columns = ["difference", "low", "high"]
+    pairs[columns] = 100 * pairs[columns].astype(float)
+    beside = pairs[pairs["reference"] == relufied.WITHOUT_L1].sort_values("share")
+    alone = pairs[pairs["run"].map(table["level"]) == relufied.WITHOUT_L1]
+    alone = alone.sort_values("difference", ascending=False)
+    busiest, sparsest, worse = beside.iloc[-1], beside.iloc[0], (beside["high"] < 0).sum()
+    text = f"{busiest['difference']:+.1f} points with {busiest['share']:.0f}% active, "
+    text += f"{sparsest['difference']:+.1f} with {sparsest['share']:.1f}%"
+    note = f"{worse} of {len(beside)} students are worse; intervals "
+    note += "{low:+.1f} to {high:+.1f} and ".format(**busiest)
+    note += "{low:+.1f} to {high:+.1f}; ReLU alone has ".format(**sparsest)
+    note += f"{alone['share'].iloc[0]:.0f}% active and "
+    note += " and ".join(alone["difference"].map("{:+.1f}".format)) + " points over the original"
+    verdict = judge(worse == 0, False, worse < len(beside) / 2)
+    yield row("students_lost", text, verdict, note=note)
+
+
+# --- speed ----------------------------------------------------------------------------------------
+
+
+def steps(data: Recorded) -> Iterator[Row]:
+    table = data.scale
+    for name, model in SIZES.items():
+        one = table.loc["training speed", model]
+        verdict = judge((one["change"] > 0) == (one["paper_change"] > 0))
+        note = f"{one['active']:.0f} active"
+        yield row(f"step_{name}", f"{one['change']:+.0f}% tokens/s", verdict, note=note)
+        one = table.loc["training memory", model]
+        unlike = one["paper_change"] > 0  # the paper's sparse run had a larger micro-batch
+        verdict = judge(one["change"] < 0 and not unlike, unlike)
+        yield row(f"memory_{name}", f"{one['change']:+.0f}% memory", verdict)
+
+
+def models(data: Recorded) -> Iterator[Row]:
+    table = data.scale
+    for name, model in SIZES.items():
+        one = table.loc["forward speed", model]
+        text, note = f"{one['change']:+.0f}% tokens/s", f"{one['active']:.0f} active"
+        yield row(f"forward_{name}", text, judge(one["change"] > 0), note=note)
+        change = table.loc[("forward energy", model), "change"]
+        yield row(f"energy_{name}", f"{change:+.0f}% energy", judge(change < 0))
+    every = data.bench.rows("model_layers.csv", speed.layer_contributions)
+    middle = speed.layers_at(every.query("profile == 'paper' and model == '1.5b'"), 29)
+    trained = every[every["model"] == "flagship-half"]
+    for name, some in (("correlation", middle), ("correlation_trained", trained)):
+        r, note = speed.correlation(some), f"over {len(some)} layers"
+        yield row(name, f"r = {r:.3f}", judge(r < -0.95), note=note)
+    where = f"provider == {FORCED!r} and model == '1.5b' and profile == 'paper' and active > 800"
+    one = data.bench.rows("model.csv", speed.model_speedups, where).iloc[0]
+    gain, note = percent(one["speedup"]), f"1.5B with {one['active']:.0f} active"
+    yield row("forced", f"{gain:+.0f}% tokens/s", judge(gain < 0), note=note)
+    where = f"provider == {FORCED!r} and context == 512 and mode == 'graph' and batch == 1"
+    decoded = data.bench.rows("decode.csv", speed.decode_speedups, where)
+    for name, tuned in (("decode", False), ("decode_tuned", True)):
+        one = decoded[decoded["tuned"] == tuned].iloc[-1]
+        note = f"{one['active']:.0f} active"
+        yield row(name, f"{percent(one['speedup']):+.0f}% tokens/s", "ours", note=note)
+
+
+def layer_speed(data: Recorded) -> Iterator[Row]:
+    table, rows = data.layers, data.bench.rows("ffn.csv")
+    usual = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
+    at_29 = speed.at_level(table[table["provider"].isin(SPARSE)].query(usual), 29)
+    gain = percent(at_29[at_29["tokens"] >= 16_384]["speedup"].max())
+    yield row("layer_gain", f"{gain:+.0f}%", "not compared")
+    large = layer_case(table, LARGE)
+    best = large.loc[large["provider"].isin(SPARSE), "speedup"].max()
+    yield row("layer_large", f"{best:.2f} times dense", "ours")
+    energy = layer_case(rows, LARGE).pivot_table("energy", "date", "provider")
+    change = percent(energy[providers.UNION.name] / energy[speed.BASELINE]).dropna().iloc[-1]
+    yield row("layer_energy", f"{change:+.0f}%", "not compared")
+
+
+def fp8(data: Recorded) -> Iterator[Row]:
+    one = quantized.fastest(layer_case(data.layers, LARGE)).query("side == 'sparse FP8'").iloc[-1]
+    text = f"{one['speedup']:.2f} times dense bf16, {one['over_fp8']:.2f} times dense FP8"
+    yield row("fp8_large", text, "ours")
+
+
+def layer_training(data: Recorded) -> Iterator[Row]:
+    table = data.bench.rows("training.csv", speed.training_speedups, "mode == 'stream'")
+    near = speed.at_level(table, 29)
+    gain = percent(near.loc[near["provider"].map(providers.is_sparse), "speedup"].max())
+    yield row("layer_training_gain", f"{gain:+.0f}%", "not compared")
+
+
+def formats(data: Recorded) -> Iterator[Row]:
+    dense = torch.zeros(4, 5632, dtype=torch.bfloat16)  # a full, two sparse and an empty row
+    dense[0], dense[1, ::100], dense[2, :40] = 1, 2, 3
+    packed = PackedTwELL.pack(dense, 256, 8)
+    slots, words = packed.values.shape[2], packed.words.shape[1]
+    printed = data.printed(metric="payload_slots_per_tile")
+    yield row("slots", str(slots), judge(slots == printed))
+    yield row("words", str(words), judge(words == 5632 / data.printed(metric="compression_factor")))
+    text = "no value lost" if torch.equal(packed.unpack(), dense) else "not exact"
+    yield row("overflowing_tile", text, "not compared")
+    yield row("overflowing_buffers", "none dropped", "not compared")
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+SUBJECTS = {
+    one.__name__: one
+    for one in (
+        *(sweep, choices, sizes, layers, tokens, neurons, tasks, pretrained, training, steps),
+        *(models, layer_speed, fp8, layer_training, formats),
+    )
+}
+
+
+def table(data: Recorded) -> pd.DataFrame:
+    """Return every claim beside our number, a row a claim, in the order of data/claims.yaml.
+
+    Columns: COLUMNS; paper is "–" where the paper claims nothing. Raises ValueError for a claim
+    without a number of ours, a number without a claim, and a number that is NaN; KeyError for a
+    subject without a function.
+    """
+    rows = []
+    for subject, about in data.subjects.items():
+        ours = {one["name"]: one for one in SUBJECTS[subject](data)}
+        names = [claim["name"] for claim in about["claims"]]
+        if sorted(names) != sorted(ours):
+            apart = ", ".join(sorted({*names} ^ {*ours})) or "a name twice"
+            raise ValueError(f"claims and numbers of {subject} differ: {apart}")
+        for claim in about["claims"]:
+            one = ours[claim["name"]]
+            if "nan" in f"{one['ours']} {one['interval']} {one['note']}":
+                raise ValueError(f"{claim['name']} has no number: {one['ours']}")
+            own = {"subject": subject, "paper": "–", "source": ""}
+            own |= {"evidence": about["evidence"], "command": about["command"]} | claim | one
+            own["note"] = "; ".join(filter(None, [one["note"], claim.get("note", "")]))
+            rows.append(own)
+    table = pd.DataFrame(rows, columns=COLUMNS)
+    signed = table[["ours", "interval", "note"]].replace(r"(^|[ (])-(?=\d)", r"\1−", regex=True)
+    return table.assign(**signed)
+
+
+def section(table: pd.DataFrame, *subjects: str) -> pd.DataFrame:
+    """Return the claims of subjects to be read. Raises KeyError for an unknown one."""
+    for subject in subjects:
+        if subject not in SUBJECTS:
+            raise KeyError(f"no subject {subject!r}; there are {', '.join(SUBJECTS)}")
+    some = table[table["subject"].isin(subjects)]
+    return some[["claim", "paper", "ours", "interval", "seeds", "verdict"]]
