@@ -31,6 +31,7 @@ from twell.models.l1 import L1Terms, divisor, token_mask
 from twell.models.quantize import note_quantization, quantization_of
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import is_exporting
 
 # Ends hidden_act in saved files where there is a threshold. transformers' Llama would ignore the
 # threshold; it refuses an activation of such a name.
@@ -283,7 +284,7 @@ def _ffns(backbone: nn.Module) -> list[SparseFFN]:
 
 
 def _checks_l1(model: nn.Module) -> bool:
-    traced = torch.compiler.is_exporting() or not torch.is_grad_enabled()
+    traced = is_exporting() or not torch.is_grad_enabled()
     return model.training and model.config.l1_coefficient > 0 and not traced
 
 

@@ -24,10 +24,16 @@ def _locked() -> threading.Lock | nullcontext:
     return nullcontext() if torch.compiler.is_compiling() else _LOCK
 
 
+@torch.compiler.assume_constant_result
+def is_exporting() -> bool:
+    """Return whether torch.export traces this call; torch 2.11 folds its own function to True."""
+    return torch.compiler.is_exporting()
+
+
 def _has_values(tensor: Tensor) -> bool:
     """Return whether later passes can read a tensor: not one of a trace or of torch.vmap."""
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return not is_exporting()
     kinds = torch._C._functorch.TransformType
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     batched = any(one.key() not in (kinds.Grad, kinds.Jvp) for one in transforms)
