@@ -21,44 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.sparse.activations import RELU, Activation
-
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 DTYPES = torch.bfloat16, torch.float16
-
-
-class Layer(NamedTuple):
-    """Weights and biases as the kernels read them, all bf16 or all fp16, or in FP8.
-
-    w_gate (None in a non-gated layer), w_up and w_down_t, the transpose of w_down: [N, K]
-    contiguous. b_gate and b_up: [N], b_down: [K], or None. In FP8 are w_gate and w_up alone, with
-    scales s_gate and s_up [N] fp32 (float8.py); everything else is in bf16 then. act: how they
-    make h.
-    """
-
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down_t: Tensor
-    b_gate: Tensor | None = None
-    b_up: Tensor | None = None
-    b_down: Tensor | None = None
-    s_gate: Tensor | None = None
-    s_up: Tensor | None = None
-    act: Activation = RELU
-
-    @property
-    def gated(self) -> bool:
-        return self.w_gate is not None
-
-    @property
-    def first(self) -> tuple[Tensor, Tensor | None]:
-        """The weights and bias whose product decides which neurons are active."""
-        return (self.w_gate, self.b_gate) if self.gated else (self.w_up, self.b_up)
-
-    @property
-    def first_scale(self) -> Tensor | None:
-        """The scales of these weights."""
-        return self.s_gate if self.gated else self.s_up
 
 
 class Gradients(NamedTuple):

@@ -36,7 +36,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from twell.kernels import few
 from twell.kernels.common import (
-    Layer,
     add_activity,
     cdiv,
     empty_output,
@@ -50,6 +49,7 @@ from twell.kernels.common import (
     scaled,
     with_bias,
 )
+from twell.kernels.float8 import quantized
 from twell.kernels.launch import MAX_CASES, direct, traced
 from twell.kernels.options import (
     VECTOR_TOKENS,
@@ -57,6 +57,7 @@ from twell.kernels.options import (
     launches_dependents,
     options_by_tokens,
 )
+from twell.sparse.activations import Weights
 
 
 @direct
@@ -197,40 +198,40 @@ def make_plan(
 def _up(
     x: Tensor,
     x_scale: Tensor | None,
-    layer: Layer,
+    weights: Weights,
     activity: Tensor | None,
     options: dict[str, int],
 ) -> tuple[Tensor, Tensor]:
     """The first launch: h, and the flags [W] int8."""
-    (num_tokens, hidden_size), intermediate_size = x.shape, layer.w_up.shape[0]
+    (num_tokens, hidden_size), intermediate_size = x.shape, weights.w_up.shape[0]
     width = round_up(intermediate_size, 8)
-    h = layer.w_down_t.new_empty(width, num_tokens)
+    h = weights.w_down_t.new_empty(width, num_tokens)
     flags = torch.empty(width, dtype=torch.int8, device=x.device)
-    w, b = layer.first
+    w, b = weights.first
     traced(decode_up_kernel, x)[(width // options["BN"],)](
         x,
         x_scale,
         w,
         b,
-        layer.first_scale,
-        layer.w_up,
-        layer.b_up,
-        layer.s_up,
+        weights.first_scale,
+        weights.w_up,
+        weights.b_up,
+        weights.s_up,
         h,
         flags,
         activity,
-        layer.act.threshold or None,
+        weights.act.threshold or None,
         intermediate_size,
         hidden_size,
-        GATED=layer.gated,
-        ACT=layer.act.name,
+        GATED=weights.gated,
+        ACT=weights.act.name,
         EVEN=options["BK"] == hidden_size and width == intermediate_size,
         **options,
     )
     return h, flags
 
 
-def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor, options: dict[str, int]) -> None:
+def _down(h: Tensor, flags: Tensor, weights: Weights, y: Tensor, options: dict[str, int]) -> None:
     """The second launch: y [M, K] from the results of `_up`."""
     hidden_size, (width, _) = y.shape[1], h.shape
     num_columns = cdiv(hidden_size, options["BN"])
@@ -238,8 +239,8 @@ def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor, options: dict[str, 
     traced(decode_down_kernel, h)[(num_columns,)](
         h,
         flags.view(torch.int64),
-        layer.w_down_t,
-        layer.b_down,
+        weights.w_down_t,
+        weights.b_down,
         lists,
         y,
         hidden_size,
@@ -251,7 +252,7 @@ def _down(h: Tensor, flags: Tensor, layer: Layer, y: Tensor, options: dict[str, 
 
 def vector_ffn(
     x: Tensor,
-    layer: Layer,
+    weights: Weights,
     x_scale: Tensor | None = None,
     *,
     activity: Tensor | None = None,
@@ -265,13 +266,13 @@ def vector_ffn(
     y = empty_output(x) if out is None else out
     num_tokens, hidden_size = map(int, x.shape)  # symbols of torch where shapes are dynamic
     up, down = make_plan(num_tokens, hidden_size, x.device, overlap)
-    _down(*_up(x, x_scale, layer, activity, up), layer, y, down)
+    _down(*_up(x, x_scale, weights, activity, up), weights, y, down)
     return y
 
 
 def ffn(
     x: Tensor,
-    layer: Layer,
+    weights: Weights,
     x_scale: Tensor | None = None,
     *,
     activity: Tensor | None = None,
@@ -279,12 +280,13 @@ def ffn(
 ) -> Tensor:
     """The layer for few tokens: y [M, K] of x [M, K], M at least 1 and best at most 512.
 
-    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
+    g and h are rounded to y.dtype, u is not. `activity`: see `sparse_ffn`. Workspace:
     h, flags, and for each 16 outputs a list of N / 8 words; few.py's from four tokens on.
     Ours: the paper has no kernel for decoding.
     """
+    x, x_scale = quantized(x, x_scale, weights)
     given = dict(activity=activity, out=out)
     if x.shape[0] > VECTOR_TOKENS:
-        return few.ffn(x, layer, x_scale, **given)
+        return few.ffn(x, weights, x_scale, **given)
     overlap = x_scale is None and launches_dependents(x.shape[0], x.device)
-    return vector_ffn(x, layer, x_scale, **given, overlap=overlap)
+    return vector_ffn(x, weights, x_scale, **given, overlap=overlap)

@@ -5,8 +5,8 @@ storage type; h is computed in fp32 and rounded. Where most neurons are active, 
 sparse path is faster. Under torch.compile the operators use the plain formula instead, which fuses
 with its surroundings.
 
-With gate and up in FP8 their products are torch's, in FP8 too, and so is the third one where `down`
-is given.
+With gate and up in FP8 their products are torch's, in FP8 too, and so is the third one where the
+weights have `down_fp8`.
 
     x, y [M, K]    g, u, h [M, N]
     g = x w_gate^T + b_gate    u = x w_up^T + b_up    h = relu(g) u    y = h w_down_t + b_down
@@ -24,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.kernels.common import Layer, cdiv, narrow, of_gate, of_up, rectified
-from twell.kernels.float8 import quantize
+from twell.kernels.common import cdiv, narrow, of_gate, of_up, rectified
+from twell.kernels.float8 import quantize, quantized
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
 from twell.sparse import float8
-from twell.sparse.activations import RELU, Activation
+from twell.sparse.activations import RELU, Activation, Weights
 
 
 @direct
@@ -59,34 +59,34 @@ def relu_times(g: Tensor, u: Tensor | None, act: Activation = RELU) -> Tensor:
 
 def ffn(
     x: Tensor,
-    layer: Layer,
+    weights: Weights,
     x_scale: Tensor | None = None,
     *,
-    down: tuple[Tensor, Tensor] | None = None,
+    activity: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """The dense layer: y [M, K] of x [M, K]; g, u and h are rounded to y.dtype.
 
-    `down`: values [K, N] and scales [K] of w_down in FP8, by which h is multiplied, in FP8 too.
-    Workspace: g and u, 2 M N values, without a gate M N. The paper's dense baseline computes
-    the same.
+    Nothing is added to `activity`. Workspace: g and u, 2 M N values, without a gate M N. The
+    paper's dense baseline computes the same.
     """
+    x, x_scale = quantized(x, x_scale, weights)
 
     def linear(w: Tensor, w_scale: Tensor | None, b: Tensor | None) -> Tensor:
         if x_scale is None:
             return F.linear(x, w, b)
         return float8.linear(x, x_scale, w, w_scale, b)
 
-    u = linear(layer.w_up, layer.s_up, layer.b_up)
-    if layer.gated:
-        h = relu_times(linear(layer.w_gate, layer.s_gate, layer.b_gate), u, layer.act)
+    u = linear(weights.w_up, weights.s_up, weights.b_up)
+    if weights.gated:
+        h = relu_times(linear(weights.w_gate, weights.s_gate, weights.b_gate), u, weights.act)
     else:
-        h = u.relu_() if layer.act == RELU else relu_times(u, None, layer.act)
-    if down is not None:
-        y = float8.linear(*quantize(h), *down, layer.b_down)
+        h = u.relu_() if weights.act == RELU else relu_times(u, None, weights.act)
+    if weights.down_fp8 is not None:
+        y = float8.linear(*quantize(h), *weights.down_fp8, weights.b_down)
         return y if out is None else out.copy_(y)
     if out is None:
-        return F.linear(h, layer.w_down_t.t(), layer.b_down)
-    if layer.b_down is None:
-        return torch.mm(h, layer.w_down_t, out=out)
-    return torch.addmm(layer.b_down, h, layer.w_down_t, out=out)
+        return F.linear(h, weights.w_down_t.t(), weights.b_down)
+    if weights.b_down is None:
+        return torch.mm(h, weights.w_down_t, out=out)
+    return torch.addmm(weights.b_down, h, weights.w_down_t, out=out)

@@ -32,11 +32,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import Layer, cdiv, narrow, of_gate, of_up, popcount, through_gate
+from twell.kernels.common import cdiv, narrow, of_gate, of_up, popcount, through_gate
 from twell.kernels.gate import PANEL
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
-from twell.sparse.activations import Activation
+from twell.sparse.activations import Activation, Weights
 
 
 class UnionSaved(NamedTuple):
@@ -302,7 +302,7 @@ def make_index(
 
 
 def forward(
-    g: Tensor, h: Tensor, num_tokens: int, layer: Layer, saved: UnionSaved
+    g: Tensor, h: Tensor, num_tokens: int, weights: Weights, saved: UnionSaved
 ) -> tuple[Tensor, Tensor, Tensor]:
     """h = g u over u; writes the entries; returns l1 [M] fp32, l0 [M] int32, needed 0-d int64.
 
@@ -316,7 +316,7 @@ def forward(
     tensors = g, h, saved.index, saved.lists, saved.counts, saved.entries
     sizes = num_tokens, width, len(saved.entries)
     options = launch_options("training_elements", g.device)
-    options |= dict(GATED=layer.gated, ACT=layer.act.name, BM=h.shape[1])
+    options |= dict(GATED=weights.gated, ACT=weights.act.name, BM=h.shape[1])
     entries_forward_kernel[(num_words,)](*tensors, l1, l0, saved.totals, needed, *sizes, **options)
     return l1, l0, needed
 

@@ -40,7 +40,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import cuda_capability_geq
 
 from twell.kernels.common import (
-    Layer,
     add_activity,
     cdiv,
     chunks,
@@ -56,6 +55,7 @@ from twell.kernels.gate import tile_of, tile_product
 from twell.kernels.launch import MAX_CASES, descriptor, direct
 from twell.kernels.options import GATE_GROUP, launches_dependents, options_by_tokens
 from twell.kernels.union import add_listed, hidden, listed_product, store_output
+from twell.sparse.activations import Weights
 
 MAX_TOKENS = 512
 MAX_BLOCK = 128
@@ -306,26 +306,26 @@ def empty_lists(plan: Plan, device: torch.device) -> Lists:
 def _gate(
     x: Tensor,
     x_scale: Tensor | None,
-    layer: Layer,
+    weights: Weights,
     plan: Plan,
     lists: Lists,
     activity: Tensor | None,
 ) -> Tensor:
     """The first launch: g; it fills lists and counts."""
-    (num_tokens, k), n, options = x.shape, layer.w_up.shape[0], plan.gate
-    g = layer.w_down_t.new_empty(n, plan.num_blocks * plan.block)
-    w, b = layer.first
+    (num_tokens, k), n, options = x.shape, weights.w_up.shape[0], plan.gate
+    g = weights.w_down_t.new_empty(n, plan.num_blocks * plan.block)
+    w, b = weights.first
     few_gate_kernel[(plan.num_blocks * plan.num_segments,)](
         descriptor(x, (plan.block, options["BK"])),
         descriptor(w, (options["BN"], options["BK"])),
         b,
         x_scale,
-        layer.first_scale,
+        weights.first_scale,
         descriptor(g, (options["BN"], plan.block)),
         lists.lists,
         lists.counts,
         activity,
-        layer.act.threshold or None,
+        weights.act.threshold or None,
         num_tokens,
         n,
         k,
@@ -337,17 +337,17 @@ def _gate(
 
 
 def _up(
-    x: Tensor, x_scale: Tensor | None, layer: Layer, g: Tensor, plan: Plan, lists: Lists
+    x: Tensor, x_scale: Tensor | None, weights: Weights, g: Tensor, plan: Plan, lists: Lists
 ) -> Tensor:
     """The second launch: h; it fills the union."""
-    (num_tokens, k), n, options = x.shape, layer.w_up.shape[0], plan.up
+    (num_tokens, k), n, options = x.shape, weights.w_up.shape[0], plan.up
     h = g.new_empty(plan.num_blocks * plan.width, plan.block)
     few_up_kernel[(plan.num_programs,)](
         descriptor(x, (options["TM"], options["BK"])),
-        layer.w_up,
-        layer.b_up,
+        weights.w_up,
+        weights.b_up,
         x_scale,
-        layer.s_up,
+        weights.s_up,
         g,
         h,
         lists.lists,
@@ -360,22 +360,22 @@ def _up(
         plan.width,
         plan.num_blocks,
         plan.num_segments,
-        GATED=layer.gated,
-        ACT=layer.act.name,
+        GATED=weights.gated,
+        ACT=weights.act.name,
         EVEN=k % options["BK"] == 0,
         **options,
     )
     return h
 
 
-def _down(h: Tensor, layer: Layer, y: Tensor, plan: Plan, lists: Lists) -> None:
+def _down(h: Tensor, weights: Weights, y: Tensor, plan: Plan, lists: Lists) -> None:
     """The third launch: y [M, K]."""
     (num_tokens, k), options = y.shape, plan.down
     parts = plan.num_blocks * (plan.block // options["TM"])
     few_down_kernel[(cdiv(k, options["BN"]), parts)](
         descriptor(h, (options["BK"], options["TM"])),
-        layer.w_down_t,
-        layer.b_down,
+        weights.w_down_t,
+        weights.b_down,
         lists.union,
         lists.counts,
         y,
@@ -389,19 +389,19 @@ def _down(h: Tensor, layer: Layer, y: Tensor, plan: Plan, lists: Lists) -> None:
 
 
 def _chunk(
-    x: Tensor, x_scale: Tensor | None, y: Tensor, layer: Layer, activity: Tensor | None
+    x: Tensor, x_scale: Tensor | None, y: Tensor, weights: Weights, activity: Tensor | None
 ) -> None:
     """At most MAX_TOKENS tokens, x and y [M, K]; a function, so that its workspace is freed."""
-    plan = make_plan(x.shape[0], layer.w_up.shape[0], x.device)
+    plan = make_plan(x.shape[0], weights.w_up.shape[0], x.device)
     lists = empty_lists(plan, x.device)
-    g = _gate(x, x_scale, layer, plan, lists, activity)
-    h = _up(x, x_scale, layer, g, plan, lists)
-    _down(h, layer, y, plan, lists)
+    g = _gate(x, x_scale, weights, plan, lists, activity)
+    h = _up(x, x_scale, weights, g, plan, lists)
+    _down(h, weights, y, plan, lists)
 
 
 def ffn(
     x: Tensor,
-    layer: Layer,
+    weights: Weights,
     x_scale: Tensor | None = None,
     *,
     activity: Tensor | None = None,
@@ -409,11 +409,11 @@ def ffn(
 ) -> Tensor:
     """The layer for some tokens: y [M, K] of x [M, K], M at least 1.
 
-    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. More than
+    g and h are rounded to y.dtype, u is not. `activity`: see `sparse_ffn`. More than
     MAX_TOKENS tokens are taken in chunks. Workspace: for each neuron, 4 bytes a token (up to whole
     blocks) and 8 a block.
     """
     y = empty_output(x) if out is None else out
     for chunk in chunks(MAX_TOKENS, x, x_scale, y):
-        _chunk(*chunk, layer, activity)
+        _chunk(*chunk, weights, activity)
     return y

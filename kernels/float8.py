@@ -20,6 +20,7 @@ from torch import Tensor
 from twell.kernels.common import INTERPRETED, next_power_of_2, on_device
 from twell.kernels.launch import direct
 from twell.kernels.options import with_fusion
+from twell.sparse.activations import Weights
 from twell.sparse.float8 import FLOAT8
 
 LARGEST = tl.constexpr(448.0)
@@ -73,3 +74,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     with on_device(x):
         quantize_kernel[(num_rows,)](x, values, scale, x.stride(0), size, **options)
     return values, scale
+
+
+def quantized(x: Tensor, x_scale: Tensor | None, weights: Weights) -> tuple[Tensor, Tensor | None]:
+    """x and its scales: quantised here where the weights are in FP8 and x is not."""
+    return (x, x_scale) if weights.s_up is None or x_scale is not None else quantize(x)

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
+
+from twell.sparse.activations import Weights
 
 # More tokens keep the GPU busy for longer than the host takes for their launches.
 MAX_TOKENS = 4096
@@ -33,29 +36,38 @@ def fits(x: Tensor) -> bool:
     return x.is_cuda and 0 < len(x) <= MAX_TOKENS and not torch.cuda.is_current_stream_capturing()
 
 
-def replay(key: tuple, device: torch.device, launch: Callable[[], object]) -> None:
-    """Call `launch`, or replay its graph where it came with this key before.
+def replay(
+    ffn: Callable,
+    x: Tensor,
+    weights: Weights,
+    x_scale: Tensor | None,
+    activity: Tensor | None,
+    y: Tensor,
+) -> None:
+    """Write y by a path's function, or by its graph where the same addresses came before.
 
-    `key` names everything on which the launches depend, as addresses, sizes and options. `launch`
-    writes to tensors that exist before the call, and its kernels never wait for the host.
+    The launches depend on addresses, sizes, types and the activation, and never wait for the host.
     """
-    place = device.index, driver.active.get_current_stream(device.index)
-    case = place, key
+    place = x.device.index, driver.active.get_current_stream(x.device.index)
+    given = x, *weights.tensors, x_scale, activity, y
+    tensors = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in given]
+    case = place, ffn, weights.act.name, weights.act.threshold, *tensors
     known = _cases.get(case, 0)
     if isinstance(known, torch.cuda.CUDAGraph):
         known.replay()
-    elif known < REPEATS or not _capturing.acquire(blocking=False):
+        return
+    launch = partial(ffn, x, weights, x_scale, activity=activity, out=y)
+    if known < REPEATS or not _capturing.acquire(blocking=False):
         launch()
         if len(_cases) >= MAX_CASES:
             clear()
         _cases[case] = known + 1
-    else:
-        try:
-            graph = _captured(place, launch)
-        finally:
-            _capturing.release()
-        _cases[case] = graph
-        graph.replay()
+        return
+    try:
+        _cases[case] = graph = _captured(place, launch)
+    finally:
+        _capturing.release()
+    graph.replay()
 
 
 def clear() -> None:

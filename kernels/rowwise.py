@@ -29,7 +29,6 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import (
-    Layer,
     add_activity,
     cdiv,
     chunks,
@@ -42,9 +41,11 @@ from twell.kernels.common import (
     popcount,
     round_up,
 )
+from twell.kernels.float8 import quantized
 from twell.kernels.gate import gate_bits
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options, row_warps
+from twell.sparse.activations import Weights
 
 # For g and the lists of a chunk of tokens.
 WORKSPACE_BYTES = 2**30
@@ -196,26 +197,26 @@ def row_block(hidden_size: int, gated: bool) -> dict[str, int]:
     )
 
 
-def up_down(x: Tensor, x_scale: Tensor | None, words: Tensor, layer: Layer, y: Tensor) -> None:
+def up_down(x: Tensor, x_scale: Tensor | None, words: Tensor, weights: Weights, y: Tensor) -> None:
     """Writes y [M, K] from the words of `make_lists`; u and h are not rounded.
 
     Without a gate the words hold h, and neither x nor w_up is read.
     """
     num_tokens, hidden_size = x.shape
-    options = launch_options("rowwise", x.device) | row_block(hidden_size, layer.gated)
+    options = launch_options("rowwise", x.device) | row_block(hidden_size, weights.gated)
     rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
         x,
         x_scale,
         words,
-        layer.w_up,
-        layer.b_up,
-        layer.s_up,
-        layer.w_down_t,
-        layer.b_down,
+        weights.w_up,
+        weights.b_up,
+        weights.s_up,
+        weights.w_down_t,
+        weights.b_down,
         y,
         hidden_size,
         words.shape[1],
-        ACT=layer.act.name,
+        ACT=weights.act.name,
         **options,
     )
 
@@ -228,7 +229,7 @@ def chunk_tokens(intermediate_size: int) -> int:
 
 def ffn(
     x: Tensor,
-    layer: Layer,
+    weights: Weights,
     x_scale: Tensor | None = None,
     *,
     activity: Tensor | None = None,
@@ -236,17 +237,18 @@ def ffn(
 ) -> Tensor:
     """The layer by rows: y [M, K] of x [M, K], M at least 1. Only g is rounded to y.dtype.
 
-    `activity` [4] int64 counts as ops.py says. Workspace: 6 bytes for each token and neuron, in
+    `activity`: see `sparse_ffn`. Workspace: 6 bytes for each token and neuron, in
     chunks that keep it below WORKSPACE_BYTES.
     """
-    intermediate_size = len(layer.w_up)
+    x, x_scale = quantized(x, x_scale, weights)
+    intermediate_size = len(weights.w_up)
     y = empty_output(x) if out is None else out
     size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(intermediate_size))), 256)
     for x_chunk, x_scales, y_chunk in chunks(size, x, x_scale, y):
-        given = dict(scales=(x_scales, layer.first_scale), threshold=layer.act.threshold)
-        g, bits = gate_bits(x_chunk, *layer.first, by_neuron=False, **given)
+        given = dict(scales=(x_scales, weights.first_scale), threshold=weights.act.threshold)
+        g, bits = gate_bits(x_chunk, *weights.first, by_neuron=False, **given)
         if activity is not None:
             count_activity(bits, len(x_chunk), intermediate_size, activity)
         # The words have no name, so that they are freed before the next chunk.
-        up_down(x_chunk, x_scales, make_lists(g, bits, intermediate_size), layer, y_chunk)
+        up_down(x_chunk, x_scales, make_lists(g, bits, intermediate_size), weights, y_chunk)
     return y

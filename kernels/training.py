@@ -31,10 +31,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twell.kernels import entries, union, weight_gradients
-from twell.kernels.common import Gradients, Layer, cdiv, round_up
+from twell.kernels.common import Gradients, cdiv, round_up
 from twell.kernels.entries import UnionSaved
 from twell.kernels.gate import gate_bits
 from twell.kernels.weight_gradients import Step
+from twell.sparse.activations import Weights
 
 BLOCK = 64  # tokens that share a union
 # A neuron that is active for more than one token in DENSE_FROM has a dense row in the backup. It
@@ -42,12 +43,12 @@ BLOCK = 64  # tokens that share a union
 DENSE_FROM = 64
 
 
-def saved_like(x: Tensor, layer: Layer, capacity: int) -> UnionSaved:
+def saved_like(x: Tensor, weights: Weights, capacity: int) -> UnionSaved:
     """Empty tensors for `forward` to save.
 
     The neurons of the backup are fewer than DENSE_FROM * `capacity`.
     """
-    num_tokens, intermediate_size = len(x), layer.w_up.shape[0]
+    num_tokens, intermediate_size = len(x), weights.w_up.shape[0]
     rows = torch.sym_min(DENSE_FROM * capacity, intermediate_size)
     unions = union.empty_unions(num_tokens, intermediate_size, BLOCK, x.device)
 
@@ -65,32 +66,32 @@ def saved_like(x: Tensor, layer: Layer, capacity: int) -> UnionSaved:
 
 
 def forward(
-    x: Tensor, layer: Layer, token_mask: Tensor | None, capacity: int
+    x: Tensor, weights: Weights, token_mask: Tensor | None, capacity: int
 ) -> tuple[Tensor, ...]:
-    """y, l1, token_counts, neuron_counts and needed of training_ops.Trained, then UnionSaved.
+    """y, l1, token_counts, neuron_counts and needed of a training step, then UnionSaved.
 
     x [M, K], M at least 1; token_mask [M] bool, False for tokens that neuron_counts leaves out, or
     None. g, u and h are rounded to x.dtype.
     """
-    num_tokens, intermediate_size = len(x), len(layer.w_up)
-    saved = saved_like(x, layer, capacity)
-    given = dict(zero=saved.queue, threshold=layer.act.threshold)
-    g, bits = gate_bits(x, *layer.first, by_neuron=True, **given)
+    num_tokens, intermediate_size = len(x), len(weights.w_up)
+    saved = saved_like(x, weights, capacity)
+    given = dict(zero=saved.queue, threshold=weights.act.threshold)
+    g, bits = gate_bits(x, *weights.first, by_neuron=True, **given)
     unions = union.Unions(saved.lists, saved.counts, saved.queue)
     union.make_lists(bits, unions, num_tokens, intermediate_size, BLOCK)
     dense_count = num_tokens // DENSE_FROM
     neuron_counts = entries.make_index(bits, token_mask, num_tokens, dense_count, saved)
     h = x.new_empty(saved.lists.numel(), BLOCK)
-    if layer.gated:
-        union.product(x, layer.w_up, layer.b_up, unions, h)
-    l1, token_counts, needed = entries.forward(g, h, num_tokens, layer, saved)
+    if weights.gated:
+        union.product(x, weights.w_up, weights.b_up, unions, h)
+    l1, token_counts, needed = entries.forward(g, h, num_tokens, weights, saved)
     y = torch.empty_like(x)
-    union.down(h, layer.w_down_t, layer.b_down, unions, y)
+    union.down(h, weights.w_down_t, weights.b_down, unions, y)
     return y, l1, token_counts, neuron_counts, needed, *saved
 
 
 def backward(
-    x: Tensor, layer: Layer, saved: UnionSaved, dy: Tensor, dl1: Tensor, gradients: Gradients
+    x: Tensor, weights: Weights, saved: UnionSaved, dy: Tensor, dl1: Tensor, gradients: Gradients
 ) -> None:
     """Writes the gradients. dy [M, K] contiguous, in x.dtype; dl1 [M] fp32.
 
@@ -99,8 +100,8 @@ def backward(
     dx, d_gate, d_up, d_down, d_b_gate, d_b_up = gradients
     unions = union.Unions(saved.lists, saved.counts, saved.queue)
     # du and, gated, dg over the unions; then the backup's dense rows.
-    scratch = x.new_empty(1 + layer.gated, saved.lists.numel(), BLOCK)
-    du, dg = scratch[0], scratch[1] if layer.gated else None
+    scratch = x.new_empty(1 + weights.gated, saved.lists.numel(), BLOCK)
+    du, dg = scratch[0], scratch[1] if weights.gated else None
     entry_gradients = None
     if any(gradient is not None for gradient in (d_gate, d_up, d_b_gate, d_b_up)):
         entry_gradients = torch.empty(len(saved.entries), dtype=torch.int32, device=x.device)
@@ -108,13 +109,13 @@ def backward(
         # Non-gated, every active h is above 0, and the L1 term joins dh before it is rounded. The
         # same number added to rounded ones would be rounded the same way for all of a token's
         # neurons.
-        add = None if layer.gated else F.pad(dl1, (0, -len(x) % BLOCK))
-        union.product(dy, layer.w_down_t, None, unions, du, add)
-        entries.backward(du, dg, entry_gradients, dl1, saved, layer.act)
+        add = None if weights.gated else F.pad(dl1, (0, -len(x) % BLOCK))
+        union.product(dy, weights.w_down_t, None, unions, du, add)
+        entries.backward(du, dg, entry_gradients, dl1, saved, weights.act)
     if dx is not None:
-        second = (dg, layer.w_gate) if layer.gated else None
-        union.down(du, layer.w_up, None, unions, dx, second)
-    step = Step(x, dy, saved, entry_gradients, layer.gated, layer.act, gradients)
+        second = (dg, weights.w_gate) if weights.gated else None
+        union.down(du, weights.w_up, None, unions, dx, second)
+    step = Step(x, dy, saved, entry_gradients, weights.gated, weights.act, gradients)
     if d_b_gate is not None or d_b_up is not None:
         weight_gradients.of_biases(step)
     if any(gradient is not None for gradient in (d_gate, d_up, d_down)):

@@ -30,7 +30,6 @@ import triton.language as tl
 from torch import Tensor
 
 from twell.kernels.common import (
-    Layer,
     add_activity,
     cdiv,
     chunks,
@@ -45,9 +44,11 @@ from twell.kernels.common import (
     wide,
     with_bias,
 )
+from twell.kernels.float8 import quantized
 from twell.kernels.gate import PANEL, gate_bits
 from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import block_tokens, launch_options, num_processors
+from twell.sparse.activations import Weights
 
 # Below the memory of one of g, u and h in a dense layer of 131,072 tokens and 5,632 neurons.
 WORKSPACE_BYTES = 2**30
@@ -329,7 +330,7 @@ def make_lists(
 ) -> None:
     """Writes the unions of blocks of `block_m` tokens, from bits by neurons of `gate_bits`.
 
-    `gate_bits` has set the length of the queue to 0. `activity` [4] int64 counts as ops.py says.
+    `gate_bits` has set the length of the queue to 0. `activity`: see `sparse_ffn`.
     """
     num_blocks, width = unions.lists.shape
     step = _tile_neurons(block_m, bits.device)
@@ -361,7 +362,7 @@ def _over_unions(
 
 def up(
     x: Tensor,
-    layer: Layer,
+    weights: Weights,
     g: Tensor,
     unions: Unions,
     block_m: int,
@@ -374,9 +375,9 @@ def up(
     set. h is rounded, u is not.
     """
     h = g.new_empty(unions.lists.numel(), block_m)
-    rest, sizes = (layer.b_up, x_scale, layer.s_up, g), (x.shape[0], len(layer.w_up))
-    flags = dict(GATED=layer.gated, ACT=layer.act.name)
-    return _over_unions(union_up_kernel, x, layer.w_up, rest, unions, h, *sizes, **flags)
+    rest, sizes = (weights.b_up, x_scale, weights.s_up, g), (x.shape[0], len(weights.w_up))
+    flags = dict(GATED=weights.gated, ACT=weights.act.name)
+    return _over_unions(union_up_kernel, x, weights.w_up, rest, unions, h, *sizes, **flags)
 
 
 def product(
@@ -437,24 +438,24 @@ def _chunk(
     x: Tensor,
     x_scale: Tensor | None,
     y: Tensor,
-    layer: Layer,
+    weights: Weights,
     block_m: int,
     activity: Tensor | None,
 ) -> None:
     """One chunk of tokens, x and y [M, K]; a function, so that its workspace is freed."""
-    num_tokens, intermediate_size = x.shape[0], layer.w_up.shape[0]
+    num_tokens, intermediate_size = x.shape[0], weights.w_up.shape[0]
     unions = empty_unions(num_tokens, intermediate_size, block_m, x.device)
-    scales = x_scale, layer.first_scale
-    options = dict(zero=unions.queue, scales=scales, threshold=layer.act.threshold)
-    g, bits = gate_bits(x, *layer.first, by_neuron=True, **options)
+    scales = x_scale, weights.first_scale
+    options = dict(zero=unions.queue, scales=scales, threshold=weights.act.threshold)
+    g, bits = gate_bits(x, *weights.first, by_neuron=True, **options)
     make_lists(bits, unions, num_tokens, intermediate_size, block_m, activity)
-    h = up(x, layer, g, unions, block_m, x_scale)
-    down(h, layer.w_down_t, layer.b_down, unions, y)
+    h = up(x, weights, g, unions, block_m, x_scale)
+    down(h, weights.w_down_t, weights.b_down, unions, y)
 
 
 def ffn(
     x: Tensor,
-    layer: Layer,
+    weights: Weights,
     x_scale: Tensor | None = None,
     *,
     activity: Tensor | None = None,
@@ -462,14 +463,15 @@ def ffn(
 ) -> Tensor:
     """The layer by unions: y [M, K] of x [M, K], M at least 1.
 
-    g and h are rounded to y.dtype, u is not. `activity` [4] int64 counts as ops.py says. Workspace:
+    g and h are rounded to y.dtype, u is not. `activity`: see `sparse_ffn`. Workspace:
     4 bytes for each token and neuron, and 9/64 more for bits and lists. Tokens are taken in chunks
     that keep it below WORKSPACE_BYTES, since the lengths of lists are not known.
     """
+    x, x_scale = quantized(x, x_scale, weights)
     y = empty_output(x) if out is None else out
-    num_tokens, most = x.shape[0], chunk_tokens(layer.w_up.shape[0])
-    block_m = block_tokens(fp8=layer.w_up.itemsize == 1)
+    num_tokens, most = x.shape[0], chunk_tokens(weights.w_up.shape[0])
+    block_m = block_tokens(fp8=weights.w_up.itemsize == 1)
     size = round_up(cdiv(num_tokens, cdiv(num_tokens, most)), 256)
     for chunk in chunks(size, x, x_scale, y):
-        _chunk(*chunk, layer, block_m, activity)
+        _chunk(*chunk, weights, block_m, activity)
     return y

@@ -58,7 +58,7 @@ LARGEST = 2.0**24
 
 @dataclass(frozen=True)
 class Case:
-    """`path` is one of twell.kernels.ops.PATHS, or "twell", the only path with a compression."""
+    """`path` is one of twell.sparse.ops.PATHS, or "twell", the only path with a compression."""
 
     path: str
     num_tokens: int
@@ -316,12 +316,13 @@ def of_sums(case: Case, tensors: Tensors, expected: Tensor, share: float) -> flo
 
 def run(case: Case, tensors: Tensors) -> Tensor:
     """y of a case by its path."""
-    from twell.kernels.ops import PATHS
-    from twell.kernels.paper.ops import ffn_twell
+    from twell.sparse.ops import operator
+    from twell.sparse.paper import ffn_twell
 
     if case.path == "twell":
         return ffn_twell(**tensors, compression=case.compression)
-    return PATHS[case.path](**tensors, activation=case.activation, threshold=case.threshold)
+    options = {"activation": case.activation, "threshold": case.threshold}
+    return operator(**tensors, **options, path=case.path)
 
 
 def assert_same_bits(results, repeated, message: str) -> None:
@@ -388,7 +389,7 @@ def check_number(
     if train:
         from tests.fuzz_training import check_training
         from twell.kernels import training
-        from twell.kernels.training_ops import TRAIN_PATHS
+        from twell.sparse.training_ops import TRAIN_PATHS
 
         case = replace(case, path=random.Random(seed).choice(sorted(TRAIN_PATHS)), fp8=False)
         # Else few tokens would hardly leave any list.

@@ -137,8 +137,8 @@ class Step:
         return cls(case, path, layer(case, device), dy.to(case.dtype), dl1, mask)
 
     def run(self, capacity: int) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """The results of `training_ops.train`, and y, l1 and each gradient by name."""
-        from twell.kernels.training_ops import train
+        """The results of `sparse_train`, and y, l1 and each gradient by name."""
+        from tests.factories.ops import train
 
         given = {n: t.detach().requires_grad_() for n, t in self.tensors.items() if t is not None}
         options = {"token_mask": self.mask, "act": self.case.act}

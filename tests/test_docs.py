@@ -170,7 +170,7 @@ WRONG = {
     "bash scripts/receipt.sh laptop": "there is no scripts/receipt.sh",
 }
 PYTHON = {
-    "import twell\ntwell.Trace.load('y').counts()\nimport twell.kernels.ops": None,
+    "import twell\ntwell.Trace.load('y').counts()\nimport twell.sparse.ops": None,
     "twell.lode('x')": "there is no twell.lode",
     "twell.Trace.lode('x')": "there is no twell.Trace.lode",
     "from twell import Spars": "there is no twell.Spars",

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from twell.kernels.common import (
     Gradients,
-    Layer,
     cdiv,
     narrow,
     next_power_of_2,
@@ -52,6 +51,7 @@ from twell.kernels.paper.hybrid_format import (
     saved_like,
     store_transposed,
 )
+from twell.sparse.activations import Weights
 
 # Programs sum as many columns as keep x and dy in the cache.
 COLUMN_BYTES = 2**25
@@ -236,37 +236,37 @@ def _row_options(x: Tensor) -> dict[str, int]:
 
 
 def forward(
-    x: Tensor, layer: Layer, token_mask: Tensor | None, capacity: int
+    x: Tensor, weights: Weights, token_mask: Tensor | None, capacity: int
 ) -> tuple[Tensor, ...]:
-    """y, l1, token_counts, neuron_counts and needed of training_ops.Trained, then HybridSaved.
+    """y, l1, token_counts, neuron_counts and needed of a training step, then HybridSaved.
 
     x [M, K] contiguous, M at least 1; token_mask [M] bool, False for tokens that neuron_counts
     leaves out, or None. If `needed` is above `capacity`, y, l1 and gradients are wrong; counts are
     right.
     """
-    num_neurons, hidden_size = layer.w_up.shape
-    saved = saved_like(x, layer, capacity)
-    counts = pack(x, layer, token_mask, saved)
+    num_neurons, hidden_size = weights.w_up.shape
+    saved = saved_like(x, weights, capacity)
+    counts = pack(x, weights, token_mask, saved)
     y = torch.empty_like(x)
     l1 = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    up = (layer.w_up, layer.b_up) if layer.gated else (None, None)
-    down = layer.w_down_t, layer.b_down
+    up = (weights.w_up, weights.b_up) if weights.gated else (None, None)
+    down = weights.w_down_t, weights.b_down
     hybrid_rows_forward_kernel[(len(x),)](
         x, saved.lists(x.dtype), *up, *down, y, l1, hidden_size, **_row_options(x)
     )
     h = g = saved.dense_g.view(x.dtype)
-    if layer.gated:
+    if weights.gated:
         h, u = torch.empty_like(g), saved.dense_u.view(x.dtype)
         options = launch_options("hybrid_backup", x.device)
         hybrid_backup_up_kernel[backup_grid(len(g), num_neurons, options)](
             x, *up, g, u, h, saved.backup(), num_neurons, hidden_size, **options
         )
-    backup_product((h, layer.w_down_t), (None, None), layer.b_down, y, l1, saved.backup())
+    backup_product((h, weights.w_down_t), (None, None), weights.b_down, y, l1, saved.backup())
     return y, l1, *counts, *saved
 
 
 def backward(
-    x: Tensor, layer: Layer, saved: HybridSaved, dy: Tensor, dl1: Tensor, gradients: Gradients
+    x: Tensor, weights: Weights, saved: HybridSaved, dy: Tensor, dl1: Tensor, gradients: Gradients
 ) -> None:
     """Writes the gradients of sum(y * dy) + sum(l1 * dl1), the same bits for the same call.
 
@@ -274,20 +274,20 @@ def backward(
     """
     transpose = transposed_backup = None
     if any(gradient is not None for gradient in gradients[1:]):
-        transpose, transposed_backup = make_transpose(saved, x, layer.gated)
-    sizes, weights = (len(dy), *layer.w_up.shape), layer[:3]
+        transpose, transposed_backup = make_transpose(saved, x, weights.gated)
+    sizes = len(dy), *weights.w_up.shape
     lists, backup = saved.lists(dy.dtype), saved.backup()
     hybrid_rows_backward_kernel[(len(dy),)](
-        dy, dl1, lists, *weights, gradients.x, transpose, *sizes, **_row_options(dy)
+        dy, dl1, lists, *weights[:3], gradients.x, transpose, *sizes, **_row_options(dy)
     )
     g, u = saved.dense_g.view(dy.dtype), saved.dense_u.view(dy.dtype)
-    du, dg = torch.empty_like(g), torch.empty_like(g) if layer.gated else None
+    du, dg = torch.empty_like(g), torch.empty_like(g) if weights.gated else None
     options = launch_options("hybrid_backup", dy.device)
-    hybrid_backup_backward_kernel[backup_grid(len(g), len(layer.w_up), options)](
-        dy, dl1, layer.w_down_t, g, u, du, dg, backup, transpose, *sizes, **options
+    hybrid_backup_backward_kernel[backup_grid(len(g), len(weights.w_up), options)](
+        dy, dl1, weights.w_down_t, g, u, du, dg, backup, transpose, *sizes, **options
     )
     if gradients.x is not None:
-        pairs = (du, layer.w_up), (dg, layer.w_gate)
+        pairs = (du, weights.w_up), (dg, weights.w_gate)
         backup_product(*pairs, None, gradients.x, None, backup)
     if transpose is not None:
         _weight_gradients(x, dy, transpose, transposed_backup, gradients)

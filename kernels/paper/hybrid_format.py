@@ -28,10 +28,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import Layer, cdiv, narrow, next_power_of_2, popcount, round_up
+from twell.kernels.common import cdiv, narrow, next_power_of_2, popcount, round_up
 from twell.kernels.gate import gate_bits
 from twell.kernels.launch import direct
 from twell.kernels.options import with_fusion
+from twell.sparse.activations import Weights
 
 ELL_WIDTH = tl.constexpr(128)  # the paper's
 LEAST_WIDTH = 64  # of a neuron's list
@@ -245,9 +246,9 @@ def hybrid_count_kernel(
         )
 
 
-def saved_like(x: Tensor, layer: Layer, capacity: int) -> HybridSaved:
+def saved_like(x: Tensor, weights: Weights, capacity: int) -> HybridSaved:
     """Empty tensors for `pack` and the forward pass to write."""
-    num_tokens, num_neurons = x.shape[0], layer.w_up.shape[0]
+    num_tokens, num_neurons = x.shape[0], weights.w_up.shape[0]
     num_backup = backup_rows(num_tokens, num_neurons, capacity)
     lists, dense = (num_tokens, ELL_WIDTH.value), (num_backup, num_neurons)
 
@@ -258,23 +259,23 @@ def saved_like(x: Tensor, layer: Layer, capacity: int) -> HybridSaved:
         place=empty(num_tokens, dtype=torch.int32),
         indices=empty(*lists),
         g=empty(*lists),
-        u=empty(*lists) if layer.gated else empty(0),
+        u=empty(*lists) if weights.gated else empty(0),
         owners=empty(num_backup, dtype=torch.int32),
         used=empty(1, dtype=torch.int32),
         dense_g=empty(*dense),
-        dense_u=empty(*dense) if layer.gated else empty(0),
+        dense_u=empty(*dense) if weights.gated else empty(0),
     )
 
 
 def pack(
-    x: Tensor, layer: Layer, token_mask: Tensor | None, saved: HybridSaved
+    x: Tensor, weights: Weights, token_mask: Tensor | None, saved: HybridSaved
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gate of x [M, K] and writes all of `saved` but u.
 
     token_mask [M] bool or None. Returns token_counts [M] int32, neuron_counts [N] int32 and
     `needed` 0-d int64.
     """
-    num_tokens, num_neurons = len(x), len(layer.w_up)
+    num_tokens, num_neurons = len(x), len(weights.w_up)
     saved.used.zero_()
     token_counts = torch.empty_like(saved.place)
     counts = torch.zeros(num_neurons, dtype=torch.int32, device=x.device)
@@ -285,7 +286,7 @@ def pack(
     size = 256 * max(1, WORKSPACE_BYTES // (256 * 2 * round_up(num_neurons, 256)))
     for first in range(0, num_tokens, size):
         chunk = slice(first, first + size)
-        g, bits = gate_bits(x[chunk], *layer.first, by_neuron=False)
+        g, bits = gate_bits(x[chunk], *weights.first, by_neuron=False)
         mask = None if token_mask is None else token_mask[chunk]
         tensors, sizes = (bits, mask, counts, neuron_counts), (len(g), num_neurons, bits.shape[1])
         options = with_fusion(num_warps=4, num_stages=1)

@@ -21,10 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import Layer, cdiv, load, narrow, relu
+from twell.kernels.common import cdiv, load, narrow, relu
 from twell.kernels.options import launch_options
 from twell.kernels.paper.gate import TILE_N, gate_words
 from twell.kernels.rowwise import add_neuron, row_block
+from twell.sparse.activations import Weights
 
 
 @triton.jit
@@ -100,24 +101,24 @@ def twell_rowwise_kernel(
     tl.store(y_ptr + row * K + k, narrow(acc, dtype), mask=inside)
 
 
-def up_down(x: Tensor, words: Tensor, layer: Layer, compression: int) -> Tensor:
-    """y [M, K] from `words` [M, *] of `gate_words`, packed from this x [M, K] and `layer.first`.
+def up_down(x: Tensor, words: Tensor, weights: Weights, compression: int) -> Tensor:
+    """y [M, K] from `words` [M, *] of `gate_words`, packed from this x [M, K] and `weights.first`.
 
     u and h are not rounded.
     """
     num_tokens, hidden_size = x.shape
-    options = launch_options("twell_rowwise", x.device) | row_block(hidden_size, layer.gated)
+    options = launch_options("twell_rowwise", x.device) | row_block(hidden_size, weights.gated)
     y = torch.empty_like(x)
     twell_rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
         x,
         words,
-        *layer.first,
-        layer.w_up,
-        layer.b_up,
-        layer.w_down_t,
-        layer.b_down,
+        *weights.first,
+        weights.w_up,
+        weights.b_up,
+        weights.w_down_t,
+        weights.b_down,
         y,
-        len(layer.w_up),
+        len(weights.w_up),
         hidden_size,
         TILE_N,
         TILE_N // compression,
@@ -126,6 +127,6 @@ def up_down(x: Tensor, words: Tensor, layer: Layer, compression: int) -> Tensor:
     return y
 
 
-def ffn(x: Tensor, layer: Layer, compression: int = 8) -> Tensor:
+def ffn(x: Tensor, weights: Weights, compression: int = 8) -> Tensor:
     """The layer by rows from TwELL: y [M, K] of x [M, K], M at least 1."""
-    return up_down(x, gate_words(x, *layer.first, compression), layer, compression)
+    return up_down(x, gate_words(x, *weights.first, compression), weights, compression)

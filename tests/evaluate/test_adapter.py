@@ -11,7 +11,7 @@ from tests.factories.evaluate import brute_force
 from tests.factories.train import write_pretrained
 from twell import evaluate
 from twell.evaluate import adapter
-from twell.kernels import ops
+from twell.sparse import ops
 from twell.sparse.float8 import Float8Linear
 
 CPU = torch.device("cpu")
@@ -89,14 +89,14 @@ def test_log_likelihoods_by_the_kernels_are_the_dense_ones(tiny_run, monkeypatch
     device, sizes, compute = (
         torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         [],
-        ops.run,
+        ops.sparse_ffn,
     )
 
-    def counted(path, x, *others, **options):
+    def counted(x, *others, **options):
         sizes.append(len(x))
-        return compute(path, x, *others, **options)
+        return compute(x, *others, **options)
 
-    monkeypatch.setattr(ops, "run", counted)
+    monkeypatch.setattr(ops, "sparse_ffn", counted)
     pairs = [("ba de", " dun fain"), ("", "ge ho"), ("kun " * 9, "ba"), ("kun " * 20, "ba de")]
     logprobs = {}
     for backend in ("dense", "triton"):

@@ -10,12 +10,12 @@ import torch
 
 from tests import fuzz
 from tests.factories import SEED
-from twell.kernels import ops, options
-from twell.kernels.common import Layer
-from twell.kernels.paper.ops import ffn_twell
+from tests.factories.ops import PATHS, weights_of
+from twell.kernels import options
+from twell.sparse.paper import ffn_twell
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-OPERATORS = {**ops.PATHS, "twell": ffn_twell}
+OPERATORS = {**PATHS, "twell": ffn_twell}
 
 
 def integer_case(path="union", **changes):
@@ -26,8 +26,8 @@ def integer_case(path="union", **changes):
 
 def layer_of(tensors):
     """Tensors of a case as the kernels read them."""
-    _, w_gate, w_up, w_down, *biases = tensors.values()
-    return Layer(w_gate, w_up, w_down.t(), *biases)
+    _, *weights = tensors.values()
+    return weights_of(*weights)
 
 
 def run_as(architecture, monkeypatch):

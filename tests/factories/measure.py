@@ -141,14 +141,14 @@ def active_entries(model, tokens):
 
 
 def run(path, x, *tensors, activity=None, act=RELU):
-    """ops.run by dense products."""
+    """The sparse paths by dense products."""
     ffn = float8.ffn if tensors[1].dtype == float8.FLOAT8 else reference.ffn
     return ffn(x, *tensors, act=act)
 
 
 def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask=None):
-    """training_ops.train by dense products; NaN where the capacity does not suffice."""
-    from twell.kernels.training_ops import Trained
+    """Sparse training by dense products; NaN where the capacity does not suffice."""
+    from tests.factories.ops import Trained
 
     assert act == RELU
     assert not any(bias is not None for bias in biases)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.factories import SEED
+from tests.factories.ops import Trained
 from twell.sparse import reference
 from twell.sparse.activations import RELU
 from twell.sparse.calibration import DEPENDS_ON, Calibration, default
@@ -221,16 +222,8 @@ def watched(ffn, x, call=None, **wants):
     return y, seen.terms[0][1] if seen.terms else None
 
 
-class Trained(NamedTuple):
-    y: torch.Tensor
-    l1: torch.Tensor
-    token_counts: torch.Tensor
-    neuron_counts: torch.Tensor
-    needed: torch.Tensor
-
-
 class FakeKernels:
-    """training_ops.train by dense products, with random numbers as dropout would draw.
+    """sparse_train by dense products, with random numbers as dropout would draw.
 
     NaN where the capacity is too small. It counts one in `scale` of a token's active neurons, and
     needs the mean of that and `extra` entries.

@@ -8,8 +8,9 @@ pytest.importorskip("triton")
 import twell
 from tests import fuzz
 from tests.factories import SEED, parallel
+from tests.factories.ops import run
 from tests.gpu.test_gpu import two_gpus
-from twell.kernels import ops, replay
+from twell.kernels import replay
 from twell.measure import synthetic_layer
 from twell.sparse.activations import get_activation
 
@@ -65,11 +66,11 @@ def test_repeated_calls_replay_what_they_launched(path, num_tokens, monkeypatch)
         w_up.mul_(0.99)  # in place, so that addresses stay
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[turn % 2]), torch.no_grad():
-            ops.run(path, *tensors, activity=counted[0], out=out)
+            run(path, *tensors, activity=counted[0], out=out)
             torch.cuda.synchronize()
             with monkeypatch.context() as patch:
                 patch.setattr(replay, "MAX_TOKENS", 0)
-                assert torch.equal(out, ops.run(path, *tensors, activity=counted[1]))
+                assert torch.equal(out, run(path, *tensors, activity=counted[1]))
     assert torch.equal(*counted)
     graphs = [case for case in replay._cases.values() if isinstance(case, torch.cuda.CUDAGraph)]
     assert len(graphs) == 2  # one for each stream

@@ -11,14 +11,16 @@ pytest.importorskip("triton")
 
 from tests import fuzz
 from tests.factories import SEED
-from twell.kernels import ops, union
+from tests.factories import ops as factories
+from tests.factories.ops import run
+from twell.kernels import union
 from twell.kernels.paper.gate import COMPRESSIONS
 from twell.measure import synthetic_layer
-from twell.sparse import float8
+from twell.sparse import float8, ops
 from twell.sparse.calibration import Calibration, Floor, Point
 from twell.sparse.layer import SparseFFN
 
-PATHS = sorted(ops.PATHS)
+PATHS = sorted(factories.PATHS)
 
 
 @pytest.fixture(autouse=True)
@@ -54,14 +56,14 @@ def skewed(num_tokens, hidden_size=2048, intermediate_size=5632, **options):
 @pytest.mark.parametrize("path", PATHS)
 def test_skewed_layer(path, num_tokens, shape):
     tensors = skewed(num_tokens, *shape)
-    assert_close(ops.PATHS[path](**tensors), tensors)
+    assert_close(factories.PATHS[path](**tensors), tensors)
 
 
 @pytest.mark.parametrize("path", ["rowwise", "union"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_many_tokens(path, dtype):
     tensors = skewed(16_384 - 5, dtype=dtype)
-    assert_close(ops.PATHS[path](**tensors), tensors)
+    assert_close(factories.PATHS[path](**tensors), tensors)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -82,16 +84,16 @@ def test_overflow(gated, pattern, compression):
 
 def test_union_workspace_is_bounded_and_chunks_agree(monkeypatch):
     tensors = skewed(131_072)
-    y = ops.PATHS["union"](**tensors)
+    y = factories.PATHS["union"](**tensors)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    again = ops.PATHS["union"](**tensors)
+    again = factories.PATHS["union"](**tensors)
     torch.cuda.synchronize()
     assert torch.cuda.max_memory_allocated() - before <= union.WORKSPACE_BYTES + y.nbytes + 2**22
     assert torch.equal(y, again)
     monkeypatch.setattr(union, "WORKSPACE_BYTES", 2**27)
-    assert torch.equal(ops.PATHS["union"](**tensors), y)
+    assert torch.equal(factories.PATHS["union"](**tensors), y)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 64, 700])
@@ -99,13 +101,13 @@ def test_union_workspace_is_bounded_and_chunks_agree(monkeypatch):
 def test_graph_replays_with_new_tokens(path, num_tokens):
     tensors = skewed(num_tokens)
     other = skewed(num_tokens, seed=SEED + 1)["x"]
-    fresh = ops.PATHS[path](**{**tensors, "x": other})
+    fresh = factories.PATHS[path](**{**tensors, "x": other})
     graph = torch.cuda.CUDAGraph()
     static = {**tensors, "x": tensors["x"].clone()}
     torch.use_deterministic_algorithms(False)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        y = ops.PATHS[path](**static)
+        y = factories.PATHS[path](**static)
     static["x"].copy_(other)
     graph.replay()
     torch.cuda.synchronize()
@@ -133,7 +135,7 @@ def test_a_graph_may_take_another_path_than_the_calls_before(num_tokens):
         with torch.cuda.graph(graph):
             y = layer(tensors["x"])
         graph.replay()
-        assert torch.equal(y, ops.PATHS[path](**tensors))
+        assert torch.equal(y, factories.PATHS[path](**tensors))
     assert fuzz.relative_rms(y, dense) < 2e-3
 
 
@@ -146,9 +148,9 @@ def test_compiled_by_inductor_as_one_graph(path, mode):
 
     @torch.compile(fullgraph=True, mode=mode)
     def residual(x):
-        return x + ops.PATHS[path](x, *weights)
+        return x + factories.PATHS[path](x, *weights)
 
-    expected = tensors["x"] + ops.PATHS[path](**tensors)
+    expected = tensors["x"] + factories.PATHS[path](**tensors)
     for _ in range(3):
         torch.testing.assert_close(residual(tensors["x"]), expected, rtol=2**-7, atol=2**-7)
 
@@ -173,7 +175,7 @@ def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
 
     def calls(x, scale):
         given = x, w_gate, w_up, *others, scale, s_gate, s_up
-        return [ops.run("decode", *given) for _ in range(2)]
+        return [run("decode", *given) for _ in range(2)]
 
     torch.compiler.reset()
     compiled = torch.compile(calls, fullgraph=True, dynamic=False, mode=mode)
@@ -190,7 +192,7 @@ def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
 @pytest.mark.parametrize("num_tokens", [1, 2, 500])
 def test_two_models_on_two_streams(num_tokens):
     models = [skewed(num_tokens, seed=SEED), skewed(num_tokens, 1024, 2816, seed=SEED + 1)]
-    expected = [[ops.PATHS[path](**tensors) for path in PATHS] for tensors in models]
+    expected = [[factories.PATHS[path](**tensors) for path in PATHS] for tensors in models]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     for _ in range(5):
@@ -198,7 +200,7 @@ def test_two_models_on_two_streams(num_tokens):
         for i, path in enumerate(PATHS):
             for model, (tensors, stream) in enumerate(zip(models, streams, strict=True)):
                 with torch.cuda.stream(stream):
-                    results[model].append(ops.PATHS[path](**tensors))
+                    results[model].append(factories.PATHS[path](**tensors))
                     assert len(results[model]) == i + 1
         torch.cuda.synchronize()
         for ours, right in zip(results, expected, strict=True):
@@ -214,7 +216,7 @@ def test_threads_that_call_at_once():
         first = last = None
         with torch.cuda.stream(torch.cuda.Stream()):
             while last is None or time.monotonic() < stop:
-                last = [ops.PATHS[path](**tensors) for path in PATHS]
+                last = [factories.PATHS[path](**tensors) for path in PATHS]
                 first = first or last
             torch.cuda.current_stream().synchronize()
         return first, last
@@ -224,19 +226,19 @@ def test_threads_that_call_at_once():
         results = list(pool.map(call, layers))
     for tensors, pairs in zip(layers, results, strict=True):
         for path, y, again in zip(PATHS, *pairs, strict=True):
-            assert torch.equal(y, again) and torch.equal(y, ops.PATHS[path](**tensors))
+            assert torch.equal(y, again) and torch.equal(y, factories.PATHS[path](**tensors))
             assert_close(y, tensors)
 
 
 def test_nothing_waits_for_the_device():
     tensors = skewed(64)
     for path in PATHS:
-        ops.PATHS[path](**tensors)
+        factories.PATHS[path](**tensors)
     torch.use_deterministic_algorithms(False)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for path in PATHS:
-            ops.PATHS[path](**tensors)
+            factories.PATHS[path](**tensors)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -274,11 +276,11 @@ def some_rows(num_tokens):
 def test_more_than_2_to_the_31_entries(path, shape):
     torch.use_deterministic_algorithms(False)
     tensors = large_layer(*shape)
-    y = ops.PATHS[path](**tensors)
+    y = factories.PATHS[path](**tensors)
     rows = some_rows(shape[0])
     _, expected = fuzz.exact({**tensors, "x": tensors["x"][rows]})
     assert fuzz.relative_rms(y[rows], expected) <= 5e-3
-    last = ops.PATHS[path](**{**tensors, "x": tensors["x"][-64:]})
+    last = factories.PATHS[path](**{**tensors, "x": tensors["x"][-64:]})
     assert path == "union" or torch.equal(last, y[-64:])
 
 
@@ -292,10 +294,10 @@ def test_a_device_that_is_not_the_current_one(path, num_tokens):
     tensors = skewed(num_tokens)
     there = {name: None if t is None else t.to("cuda:1") for name, t in tensors.items()}
     there["w_down"] = there["w_down"].t().contiguous().t()
-    expected = ops.run(path, *tensors.values())
+    expected = run(path, *tensors.values())
     with torch.cuda.device(0):
-        operator = ops.PATHS.get(path, lambda *t: ops.run(path, *t))
-        for y in (ops.run(path, *there.values()), operator(*there.values())):
+        operator = factories.PATHS.get(path, lambda *t: run(path, *t))
+        for y in (run(path, *there.values()), operator(*there.values())):
             assert y.device == there["x"].device and torch.equal(y.to("cuda:0"), expected)
 
 

@@ -14,12 +14,13 @@ import yaml
 pytest.importorskip("triton")
 
 from tests import fuzz, fuzz_training
+from tests.factories import ops
 from tests.factories.sparse import watched
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import collect_l1, results
-from twell.kernels import training_ops
 from twell.measure.patterns import EVEN, SKEWED
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.sparse import training_ops
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
 from twell.train import Log, TrainConfig, train
@@ -57,7 +58,7 @@ def test_gradients_at_full_width(active, skew, path):
     edges = fuzz_training.FP32_SUM, -fuzz_training.FP32_SUM
     fewest, most = (fuzz_training.exact_training(tensors, dy, dl1, edge=edge) for edge in edges)
     leaves = leaves_of(tensors)
-    trained = training_ops.train(path, 5632, **leaves)
+    trained = ops.train(path, 5632, **leaves)
     results = {"y": trained.y, "l1": trained.l1, **gradients_of(trained, leaves, dy, dl1)}
     for name, value in results.items():
         error = (value.double() - exact[name][0]).norm() - (most[name][0] - fewest[name][0]).norm()
@@ -71,7 +72,7 @@ def test_a_step_saves_less_than_a_dense_layer(path):
     before = torch.cuda.memory_allocated()
     # Hybrid uses its capacity for backup rows alone.
     capacity = {"union": 48, "hybrid": 192}[path]
-    trained = training_ops.train(path, capacity, **tensors)
+    trained = ops.train(path, capacity, **tensors)
     assert int(trained.needed) <= capacity
     x = tensors["x"]
     # y is not saved, and is as large as x, which is.
@@ -237,8 +238,8 @@ def test_more_than_2_to_the_31_entries(path, shape):
     leaves = leaves_of(tensors)
     dy = torch.randn(num_tokens, hidden_size, device="cuda").bfloat16()
     dl1 = torch.rand(num_tokens, device="cuda")
-    capacity = max(1, int(training_ops.train(path, 1, **leaves).needed))
-    trained = training_ops.train(path, capacity, **leaves)
+    capacity = max(1, int(ops.train(path, 1, **leaves).needed))
+    trained = ops.train(path, capacity, **leaves)
     assert int(trained.needed) <= capacity
     gradients = gradients_of(trained, leaves, dy, dl1)
     rows, neurons = some_rows(num_tokens), slice(-256, None)
@@ -279,7 +280,7 @@ def test_a_device_that_is_not_the_current_one(path):
         leaves["w_down"] = leaves["w_down"].t().contiguous().t()
         leaves = leaves_of(leaves)
         with torch.cuda.device(0):
-            trained = training_ops.train(path, 5632, **leaves)
+            trained = ops.train(path, 5632, **leaves)
             (trained.y.float().square().sum() + trained.l1.sum()).backward()
         gradients = [t.grad for t in leaves.values() if t is not None]
         results.append([trained.y, trained.l1, *gradients])

@@ -32,24 +32,24 @@ from triton.compiler.compiler import CompiledKernel, make_backend
 from triton.runtime import Autotuner, JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tests.factories.ops import run
 from tests.kernels import ir
 from tests.kernels.ir_samples import compile_samples
 from twell.kernels import (
     decode,
     dense,
     float8,
-    ops,
     options,
     rowwise,
     training,
-    training_ops,
     union,
 )
 from twell.kernels import launch as launch_module
-from twell.kernels.common import Gradients, Layer
+from twell.kernels.common import Gradients
 from twell.kernels.paper import hybrid
 from twell.kernels.paper import rowwise as twell_rowwise
-from twell.sparse.activations import RELU, Activation, get_activation
+from twell.sparse import training_ops
+from twell.sparse.activations import RELU, Activation, Weights, get_activation
 from twell.sparse.float8 import FLOAT8
 
 # CUDA's limits for x, y and z.
@@ -110,7 +110,7 @@ def full_name(kernel) -> str:
     return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
-def step(path, x: torch.Tensor, layer: Layer, mask: torch.Tensor | None, capacity: int) -> None:
+def step(path, x: torch.Tensor, layer: Weights, mask: torch.Tensor | None, capacity: int) -> None:
     """A training step, with the gradients of all tensors."""
     _, _, _, _, _, *saved = path.forward(x, layer, mask, capacity)
     given = x, *layer[:5]
@@ -178,7 +178,7 @@ def compile_layers(
     act: Activation = RELU,
 ) -> None:
     """Every path for 256 tokens, or `few`; counting activity, with biases and a mask too."""
-    x, layer, mask = w[:512].clone(), Layer(w if gated else None, w, w, act=act), None
+    x, layer, mask = w[:512].clone(), Weights(w if gated else None, w, w, act=act), None
     if activity is not None:
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
@@ -193,7 +193,7 @@ def compile_layers(
 def compile_inference(
     x: torch.Tensor,
     few: tuple[int, ...],
-    layer: Layer,
+    layer: Weights,
     activity: torch.Tensor | None,
     x_scale: torch.Tensor | None = None,
 ) -> None:
@@ -212,7 +212,7 @@ def compile_float8(
     """Every path of inference in FP8; counting activity, with biases too."""
     x, values, scale = w[:512].clone(), w.to(FLOAT8), torch.empty(len(w))
     first = values if gated else None
-    layer = Layer(first, values, w, s_gate=scale if gated else None, s_up=scale)
+    layer = Weights(first, values, w, s_gate=scale if gated else None, s_up=scale)
     if activity is not None:
         bias = w[:, 0].contiguous()
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
@@ -311,11 +311,11 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def empty_layer(num_tokens: int, num_neurons: int, hidden_size: int, gated: bool) -> tuple:
     w, b = empty(num_neurons, hidden_size), empty(num_neurons)
-    layer = Layer(w if gated else None, w, w, b if gated else None, b, empty(hidden_size))
+    layer = Weights(w if gated else None, w, w, b if gated else None, b, empty(hidden_size))
     return empty(num_tokens, hidden_size), layer
 
 
-def launch_inference(x: torch.Tensor, layer: Layer) -> None:
+def launch_inference(x: torch.Tensor, layer: Weights) -> None:
     activity = empty(4, dtype=torch.int64)
     n, scale = len(layer.w_up), empty(len(x), dtype=torch.float32)
     values, scales = empty(*layer.w_up.shape, dtype=FLOAT8), empty(n, dtype=torch.float32)
@@ -386,7 +386,7 @@ def every_call(in_fp8: bool) -> list[tuple[str, int, Callable]]:
     """A name, a number of tokens, and a function of x for each way into the kernels."""
     w, scale = torch.empty(300, 2048, dtype=torch.bfloat16), torch.empty(700)
     b, values, s = w[:, 0].contiguous(), w.to(FLOAT8), scale[:300]
-    layers = (Layer(w, w, w), None), (Layer(values, values, w, s_gate=s, s_up=s), scale)
+    layers = (Weights(w, w, w), None), (Weights(values, values, w, s_gate=s, s_up=s), scale)
     calls = [("relu_times", 300, lambda x: dense.relu_times(x, x))]
     if in_fp8:
         calls.append(("quantize", 300, float8.quantize))
@@ -403,13 +403,13 @@ def every_call(in_fp8: bool) -> list[tuple[str, int, Callable]]:
             calls.append((path.__name__, num_tokens, call))
     mask = torch.ones(700, dtype=torch.bool)
     for path in TRAINING:
-        for layer in Layer(w, w, w, b, b), Layer(None, w, w):
+        for layer in Weights(w, w, w, b, b), Weights(None, w, w):
             call = partial(step, path, layer=layer, mask=mask, capacity=8)
             calls.append((path.__name__, 700, call))
     return calls
 
 
-def infer(path, x: torch.Tensor, layer: Layer, x_scale: torch.Tensor | None) -> None:
+def infer(path, x: torch.Tensor, layer: Weights, x_scale: torch.Tensor | None) -> None:
     """A path that counts activity; x is in FP8 if there are scales."""
     if x_scale is not None:
         x, x_scale = x.to(FLOAT8), x_scale[: len(x)]
@@ -455,7 +455,7 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
             given = [None if t is None else torch.empty_like(t, device="cuda") for t in given]
             for tensor in (given[0], *given[7:8]) if any_number else ():
                 torch._dynamo.mark_dynamic(tensor, 0)
-            torch.compile(partial(ops.run, "decode"), fullgraph=True, backend=compiler)(*given)
+            torch.compile(partial(run, "decode"), fullgraph=True, backend=compiler)(*given)
         nodes = [node for node in graphs.pop().nodes if node.op == "call_function"]
         launches = [node for node in nodes if "triton" in str(node.target)]
         others = sorted({str(node.target) for node in nodes} - {str(n.target) for n in launches})

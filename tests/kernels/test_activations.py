@@ -9,10 +9,11 @@ import torch
 from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, integer_case
+from tests.factories.ops import train
 from tests.factories.sparse import make, relative, watched
 from twell import SparseTraining
-from twell.kernels import ops, training, training_ops
-from twell.sparse import reference
+from twell.kernels import training
+from twell.sparse import ops, reference
 from twell.sparse.activations import get_activation
 
 slow = pytest.mark.slow
@@ -132,7 +133,7 @@ def test_a_layer_trains_as_the_dense_one(activation, threshold, gated):
 def test_hybrid_takes_relu_alone():
     tensors = fuzz.layer(integer_case("union", num_tokens=3, intermediate_size=20), DEVICE)
     with pytest.raises(ValueError, match="'hybrid' takes 'relu' .*; use path 'union' for 'relu2'"):
-        training_ops.train("hybrid", 8, *tensors.values(), act=get_activation("relu2"))
+        train("hybrid", 8, *tensors.values(), act=get_activation("relu2"))
     layer = make(True, False, "relu2", "triton", torch.float16, (16, 40))
     with pytest.raises(ValueError, match="'hybrid' takes 'relu' .*, and a layer has 'relu2'"):
         SparseTraining(layer, path="hybrid")
@@ -144,7 +145,8 @@ def test_auto_counts_what_is_above_the_threshold(path):
     x = torch.randn(5, 16, dtype=torch.float16, device=DEVICE)
     counters = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     with torch.no_grad():
-        ops.run(path, *ffn._tensors(x), activity=counters, act=ffn.act)
+        rows, weights, _ = ffn._operands(x)
+        ops.sparse_ffn(rows, weights, path, activity=counters)
         active = ffn.activations(x)[0] != 0
     expected = [5, 1, int(active.sum()), int(active.any(0).sum())]
     difference = counters - torch.tensor(expected, device=DEVICE)

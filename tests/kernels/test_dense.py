@@ -8,7 +8,8 @@ import torch
 from tests import fuzz
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, integer_case
-from twell.kernels import common, dense, ops
+from tests.factories.ops import run
+from twell.kernels import common, dense
 from twell.sparse import reference
 from twell.sparse.activations import RELU, get_activation
 
@@ -18,7 +19,7 @@ def rounded(tensors, dtype, act=RELU):
     return fuzz.exact(tensors, dtype, dtype, dtype, dense=True, act=act)[1].to(dtype)
 
 
-@pytest.mark.parametrize("compute", [functools.partial(ops.run, "dense"), reference.ffn])
+@pytest.mark.parametrize("compute", [functools.partial(run, "dense"), reference.ffn])
 @pytest.mark.parametrize("seed", range(SEED, SEED + 12))
 def test_dense_path_in_a_random_case(compute, seed):
     case = fuzz.draw(seed, large=False)
@@ -59,5 +60,5 @@ def test_dense_path_of_several_programs_and_none():
     block = dense.launch_options("dense", torch.device(DEVICE))["BLOCK"]
     assert 31 * 401 > 3 * block
     tensors = fuzz.layer(case, DEVICE)
-    assert torch.equal(ops.run("dense", *tensors.values()), rounded(tensors, case.dtype))
-    assert ops.run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 32)
+    assert torch.equal(run("dense", *tensors.values()), rounded(tensors, case.dtype))
+    assert run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 32)

@@ -9,7 +9,7 @@ import twell
 from tests import fuzz
 from tests.factories import parallel
 from tests.factories.kernels import DEVICE, integer_case
-from twell.kernels import ops
+from twell.sparse import ops
 
 NAMES = "x", "w_gate", "w_up", "w_down_t", "b_gate", "b_up", "b_down"
 SCHEMA = (
@@ -267,8 +267,8 @@ def test_out_may_not_share_memory_with_x():
 def test_autocast_casts_as_linear_does(monkeypatch):
     given = arguments(values="normal")
     wide = {name: t.float() for name, t in given.items()}
-    calls, run = [], ops.run
-    monkeypatch.setattr(ops, "run", lambda *a, **k: calls.append(1) or run(*a, **k))
+    calls, run = [], ops.sparse_ffn
+    monkeypatch.setattr(ops, "sparse_ffn", lambda *a, **k: calls.append(1) or run(*a, **k))
     with torch.autocast(given["x"].device.type, torch.bfloat16):
         for tensors in (wide, {**wide, "x": given["x"]}):
             y = twell.ffn(**tensors, path="union")

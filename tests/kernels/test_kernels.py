@@ -15,7 +15,8 @@ from tests.factories.kernels import (
     random,
     run_as,
 )
-from twell.kernels import common, decode, few, gate, ops, options, rowwise, union
+from tests.factories.ops import run
+from twell.kernels import common, decode, few, gate, options, rowwise, union
 from twell.kernels.paper.gate import gate_words
 
 slow = pytest.mark.slow
@@ -169,9 +170,9 @@ def test_activity_is_counted(path, num_tokens, gated, block_m, monkeypatch):
     tensors = fuzz.layer(integer_case(path, **changes, biases=True), DEVICE)
     before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
     activity = before.clone()
-    ops.run(path, *tensors.values(), activity=activity)
+    run(path, *tensors.values(), activity=activity)
     assert (activity - before).tolist() == expected_activity(tensors)
-    ops.run(path, *{**tensors, "x": tensors["x"][:0]}.values(), activity=activity)
+    run(path, *{**tensors, "x": tensors["x"][:0]}.values(), activity=activity)
     assert (activity - before).tolist() == expected_activity(tensors)
 
 
@@ -188,9 +189,9 @@ def test_chunks_give_the_same_bits(path, module, limit, value, monkeypatch):
     changes = dict(num_tokens=num_tokens, intermediate_size=33, hidden_size=16, values="normal")
     tensors = fuzz.layer(integer_case(path, **changes, pattern="skewed"), DEVICE)
     activity = [torch.zeros(4, dtype=torch.int64, device=DEVICE) for _ in range(2)]
-    whole = ops.run(path, *tensors.values(), activity=activity[0])
+    whole = run(path, *tensors.values(), activity=activity[0])
     monkeypatch.setattr(module, limit, value)
-    assert torch.equal(ops.run(path, *tensors.values(), activity=activity[1]), whole)
+    assert torch.equal(run(path, *tensors.values(), activity=activity[1]), whole)
     assert torch.equal(*activity) and activity[0][0] == num_tokens
 
 

@@ -8,8 +8,8 @@ from tests.factories import SEED
 from tests.factories.kernels import DEVICE, integer_case, layer_of
 from twell.kernels.paper import rowwise
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
-from twell.kernels.paper.ops import ffn_twell
 from twell.sparse import formats, reference
+from twell.sparse.paper import ffn_twell
 
 CASES = [
     *(("full", c, True, torch.bfloat16) for c in COMPRESSIONS),

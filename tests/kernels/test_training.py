@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, run_as
-from twell.kernels import entries, training, training_ops, weight_gradients
+from tests.factories.ops import train, weights_of
+from twell.kernels import entries, training, weight_gradients
 from twell.kernels.common import Gradients
-from twell.kernels.ops import to_layer
 from twell.kernels.paper import hybrid, hybrid_format
-from twell.sparse import hybrid_reference, reference
+from twell.sparse import hybrid_reference, reference, training_ops
 
 slow = pytest.mark.slow
 PATHS = sorted(training_ops.TRAIN_PATHS)
@@ -162,7 +162,7 @@ def test_a_step_beyond_the_capacity_writes_its_own_neurons_only(gated):
     num_neurons, capacity, unwritten = 700, 10, 7.0
     step = step_of("union", 33, num_neurons, 16, pattern="full", gated=gated, biases=False)
     x, w_gate, w_up, w_down, *_ = step.tensors.values()
-    layer = to_layer(w_gate, w_up, w_down.t().contiguous().t(), None, None, None)
+    layer = weights_of(w_gate, w_up, w_down.t().contiguous().t())
     _, _, _, _, needed, *saved = training.forward(x, layer, None, capacity)
     saved = entries.UnionSaved(*saved)
     listed = len(saved.backup)
@@ -346,7 +346,7 @@ def test_only_the_gradients_that_are_needed(path, names, gated, monkeypatch):
     expected = step.run(40)[1]
     leaves = {n: None if t is None else t.detach() for n, t in step.tensors.items()}
     given = [leaves[name].requires_grad_() for name in names]
-    trained = training_ops.train(path, 40, **leaves)
+    trained = train(path, 40, **leaves)
     needs = [name in names for name in NAMES[:6]]
     backward = getattr(torch.ops.twell, f"train_{path}_backward")
     returned = backward(*trained.y.grad_fn.saved_tensors, step.dy, step.dl1, needs, "relu")
@@ -366,7 +366,7 @@ def test_operators_keep_the_rules_of_pytorch(path, gated):
     # tests/gpu compares the code compiled by Inductor instead.
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
     checks += ["test_aot_dispatch_dynamic"] if DEVICE == "cpu" else []
-    torch.library.opcheck(training_ops.operator(path), arguments, test_utils=checks)
+    torch.library.opcheck(training_ops.TRAIN_PATHS[path].operator, arguments, test_utils=checks)
 
 
 class Watch(TorchDispatchMode):
@@ -388,7 +388,7 @@ def test_an_eager_step_needs_no_operator(path, monkeypatch):
     with Watch() as watch:
         expected = step.run(20)[1]
     assert watch.names == [f"train_{path}", f"train_{path}_backward"]
-    operators = training_ops.operator_step(path)
+    operators = training_ops.TRAIN_PATHS[path]
     monkeypatch.setattr(operators, "operator", None)
     monkeypatch.setattr(operators, "backward_operator", None)
     assert_same(step.run(20)[1], expected)
@@ -398,7 +398,7 @@ def graph_of(path):
     """x, and y of a step whose only gradient is that of x."""
     tensors = step_of(path, 5, 20, 48, values="normal").tensors
     x = tensors["x"].detach().requires_grad_()
-    return x, training_ops.train(path, 20, **{**tensors, "x": x}).y
+    return x, train(path, 20, **{**tensors, "x": x}).y
 
 
 @quick_union
@@ -435,13 +435,13 @@ def test_gradients_in_a_batch_are_those_of_a_loop(path):
 def test_bad_input_is_named():
     tensors = step_of("union", 70, 140, 48).tensors
     with pytest.raises(ValueError, match="path 'ell' is unknown; use one of .*union"):
-        training_ops.train("ell", 8, **tensors)
+        train("ell", 8, **tensors)
     for capacity, x in ((0, tensors["x"]), (40_000_000, tensors["x"]), (2**31 - 31, None)):
         # 31 are added to the place of an entry that does not fit, and the sum has to fit 32 bits.
         x = tensors["x"][:1] if x is None else x
         with pytest.raises(ValueError, match=f"capacity={capacity} for {len(x)} tokens"):
-            training_ops.train("union", capacity, **{**tensors, "x": x})
+            train("union", capacity, **{**tensors, "x": x})
     with pytest.raises(ValueError, match=r"token_mask has shape \(3,\), expected 70"):
-        training_ops.train("union", 8, **tensors, token_mask=torch.ones(3, device=DEVICE))
+        train("union", 8, **tensors, token_mask=torch.ones(3, device=DEVICE))
     with pytest.raises(ValueError, match="x has no token"):
-        training_ops.train("union", 8, **{**tensors, "x": tensors["x"][:0]})
+        train("union", 8, **{**tensors, "x": tensors["x"][:0]})

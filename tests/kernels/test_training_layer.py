@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, random
 from tests.factories.sparse import watched
-from twell.kernels import training_ops
+from twell.sparse import training_ops
 from twell.sparse.layer import SparseFFN
 from twell.sparse.order import TokenOrder
 from twell.sparse.training import SparseTraining
@@ -98,7 +98,7 @@ def test_else_gradients_are_dense(reason, monkeypatch):
         sparse.train_path = None
     if reason == "too many entries":
         sparse.capacity = 2**31 // (2 * TOKENS) + 1
-    monkeypatch.setattr(training_ops, "train", None)
+    monkeypatch.setattr(training_ops, "sparse_train", None)
     pair = (step(ffn, x, autocast=reason != "fp32") for ffn in (sparse, dense))
     # w_down's strides differ, and so may the order of its sums.
     assert_close(*pair, rtol=2e-2)

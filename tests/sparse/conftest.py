@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.factories import SEED
+from tests.factories.ops import as_sparse_train
 from tests.factories.sparse import FakeKernels
 from twell.sparse.layer import SparseFFN
 
@@ -18,10 +19,15 @@ def rng():
 @pytest.fixture
 def taken(monkeypatch):
     """Names of the paths called, in order; no call takes the short way of dense ones."""
-    from twell.kernels import ops
+    from twell.sparse import ops
 
-    names, run, dense = [], ops.run, SparseFFN._dense
-    monkeypatch.setattr(ops, "run", lambda name, *t, **o: names.append(name) or run(name, *t, **o))
+    names, sparse, dense = [], ops.sparse_ffn, SparseFFN._dense
+
+    def noted(x, weights, path, **options):
+        names.append(path)
+        return sparse(x, weights, path, **options)
+
+    monkeypatch.setattr(ops, "sparse_ffn", noted)
 
     def chosen(layer, *given):
         if layer.backend == "auto" and not torch.is_grad_enabled():
@@ -35,8 +41,8 @@ def taken(monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    from twell.kernels import training_ops
+    from twell.sparse import training_ops
 
     fake = FakeKernels()
-    monkeypatch.setattr(training_ops, "train", fake)
+    monkeypatch.setattr(training_ops, "sparse_train", as_sparse_train(fake))
     return fake

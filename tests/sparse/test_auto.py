@@ -160,14 +160,14 @@ def test_compiled_code_notices_that_it_will_be_captured():
 
 def watched_launches(compiled, x):
     """The sparse paths that run in a call of compiled code, after a check of the result."""
-    from twell.kernels import ops
+    from twell.sparse import ops
 
-    launches, union = [], ops.FUNCTIONS["union"]
-    ops.FUNCTIONS["union"] = lambda *a, **o: launches.append("union") or union(*a, **o)
+    launches, union = [], ops.PATHS["union"]
+    ops.PATHS["union"] = lambda *a, **o: launches.append("union") or union(*a, **o)
     try:
         assert relative(compiled(x), exact(compiled._orig_mod, x)) < 1e-3
     finally:
-        ops.FUNCTIONS["union"] = union
+        ops.PATHS["union"] = union
     return launches
 
 

@@ -68,7 +68,7 @@ def test_the_folder_has_all_that_it_imports(tmp_path, capsys):
         metadata = json.loads((variant / "metadata.json").read_text())
         assert variant.name == f"torch-{metadata['backend']['type']}"
         assert json.loads((variant / "options.json").read_text()) == OPTIONS
-        assert f'"{metadata["id"]}::ffn' in (variant / "kernels" / "ops.py").read_text()
+        assert f'"{metadata["id"]}::ffn' in (variant / "sparse" / "ops.py").read_text()
         for file in variant.rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and node.level == 2:

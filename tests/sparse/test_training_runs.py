@@ -9,12 +9,13 @@ import torch
 import yaml
 from torch import nn
 
+from tests.factories.ops import as_sparse_train
 from tests.factories.sparse import FakeKernels, on_cpu
 from tests.factories.train import launch, series, stop_training, stream_config
 from tests.kills import differences
 from twell import results
-from twell.kernels import training_ops
 from twell.sparse import training as sparse_training
+from twell.sparse import training_ops
 from twell.train import train
 from twell.train.loop import Run
 
@@ -54,7 +55,7 @@ def unlike(run, expected):
 @pytest.mark.parametrize("kind", ["blocks", "stream"])
 def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeypatch, kind):
     fake, ends, finish = FakeKernels(scale=8), [], Run.finish
-    monkeypatch.setattr(training_ops, "train", fake)
+    monkeypatch.setattr(training_ops, "sparse_train", as_sparse_train(fake))
     noting = lambda self: ends.append(torch.get_rng_state()) or finish(self)  # noqa: E731
     monkeypatch.setattr(Run, "finish", noting)
     config = tiny_config
@@ -83,12 +84,14 @@ def test_runs_are_the_same_bit_for_bit(tiny_config, tiny_text, tmp_path, monkeyp
 # for, the first does not. Before it comes one with room for everything, in the same processes: to
 # start them takes longer than to train.
 TWO = """
+from tests.factories.ops import as_sparse_train
 from tests.factories.sparse import FakeKernels
 from twell.sparse import training as sparse_training
-from twell.kernels import training_ops
+from twell.sparse import training_ops
 
 heavy = False
-training_ops.train = fake = FakeKernels(scale=8)
+fake = FakeKernels(scale=8)
+training_ops.sparse_train = as_sparse_train(fake)
 inner = Run.step
 
 def step(self, number):
@@ -125,7 +128,7 @@ def test_one_of_two_processes_is_enough_to_repeat(tiny_config, tmp_path, kind):
 @on_cpu
 def test_a_resumed_run_makes_the_same_choices(tiny_config, tmp_path, monkeypatch):
     fake = FakeKernels()
-    monkeypatch.setattr(training_ops, "train", fake)
+    monkeypatch.setattr(training_ops, "sparse_train", as_sparse_train(fake))
     heavy_steps(monkeypatch, fake, {(3, 0), (14, 1)})
     times = dataclasses.replace(sparse_training.default(32, 96, True), training=43.0)
     monkeypatch.setattr(sparse_training, "default", lambda *_, **__: times)

@@ -264,7 +264,7 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
     Dense (compiled), sparse and "auto", each checked against fp64 before it is timed in turns, the
     cache emptied between calls.
     """
-    from twell.kernels import ops
+    from twell.sparse import ops
 
     subject.become(DENSE_EAGER)
     rows = []

@@ -139,7 +139,7 @@ class Sides:
 
     def paths(self, provider: Provider, tokens: int) -> str:
         """Return how many layers compute so many tokens by which path: "union 38"."""
-        from twell.kernels import ops
+        from twell.sparse import ops
 
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
         # With many tokens, which are not captured, all situations have one plan.

@@ -200,7 +200,7 @@ class Trainer:
 
     def all_sparse(self) -> bool:
         """Whether the kernels computed every layer in the last step; SparseFFN may be dense."""
-        from twell.kernels import ops, training_ops
+        from twell.sparse import ops, training_ops
 
         rows = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=self.gpu.device)
         entries = max(ffn.capacity for ffn in self.model.ffns) * self.tokens.numel()

@@ -1,4 +1,6 @@
-"""The activations: how the gate g and the up projection u of a neuron make its h.
+"""The activations: how the gate g and the up projection u of a neuron make its h. And `Weights`.
+
+This module is the leaf that the kernels share with the library.
 
     name    g                    h, gated       h, non-gated    models
     relu    relu(a)              g u            g               the paper's; OPT, T5 v1.0
@@ -26,6 +28,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +38,10 @@ from torch.nn import functional as F
 def wide(tensor: Tensor) -> Tensor:
     """The type to accumulate in: fp64 stays, anything else becomes fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def add_bias(y: Tensor, b: Tensor | None) -> Tensor:
+    return y if b is None else y + b
 
 
 @dataclass(frozen=True)
@@ -102,3 +109,43 @@ def get_activation(
     if threshold and not result.sparse:
         raise ValueError(f"threshold is {threshold}; activation {name!r} takes none")
     return replace(result, threshold=float(threshold)) if threshold else result
+
+
+class Weights(NamedTuple):
+    """The weights of one layer as the kernels read them, all bf16 or all fp16, or in FP8.
+
+    w_gate (None in a non-gated layer), w_up and w_down_t, the transpose of w_down: [N, K]
+    contiguous. b_gate and b_up [N], b_down [K], or None. FP8 layers have w_gate and w_up in
+    float8_e4m3fn, with scales s_gate and s_up [N] fp32; all other tensors are bf16. down_fp8:
+    values [K, N] and scales [K] of w_down in FP8, for dense passes. act: how g and u make h.
+    """
+
+    w_gate: Tensor | None
+    w_up: Tensor
+    w_down_t: Tensor
+    b_gate: Tensor | None = None
+    b_up: Tensor | None = None
+    b_down: Tensor | None = None
+    s_gate: Tensor | None = None
+    s_up: Tensor | None = None
+    down_fp8: tuple[Tensor, Tensor] | None = None
+    act: Activation = RELU
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Weights, biases and scales, in order."""
+        return self[:8]
+
+    @property
+    def gated(self) -> bool:
+        return self.w_gate is not None
+
+    @property
+    def first(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of the projection that decides which neurons are active."""
+        return (self.w_gate, self.b_gate) if self.gated else (self.w_up, self.b_up)
+
+    @property
+    def first_scale(self) -> Tensor | None:
+        """The scales of that weight."""
+        return self.s_gate if self.gated else self.s_up

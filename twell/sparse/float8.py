@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from twell.sparse.activations import RELU, Activation
-from twell.sparse.reference import add_bias
+from twell.sparse.activations import RELU, Activation, add_bias
 
 FLOAT8 = torch.float8_e4m3fn
 # In config.json, where transformers looks: it warns of a method that it does not know.
@@ -133,7 +132,7 @@ def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | N
 
 
 class Layer(NamedTuple):
-    """The tensors of a layer in FP8, in the order of `kernels.ops`; x in bf16 has no scale yet."""
+    """The tensors of a layer in FP8, in the order of the operators; x in bf16 has no scale yet."""
 
     x: Tensor
     w_gate: Tensor | None

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse import float8, reference
-from twell.sparse.activations import ACTIVATIONS, RELU, get_activation
-from twell.sparse.calibration import COMPILED, DEPENDS_ON, EAGER, GRAPH, SITUATIONS
+from twell.sparse.activations import ACTIVATIONS, RELU, Weights, get_activation
+from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS
 from twell.sparse.edit import Edit
 from twell.sparse.observe import (
     Activity,
@@ -44,12 +44,11 @@ from twell.sparse.observe import (
     Result,
     Wants,
     hand_on,
-    mean_entries,
     open_collector,
     summarize_activity,
 )
 from twell.sparse.order import TokenOrder
-from twell.sparse.plan import POWERS, WAITING, Chooser
+from twell.sparse.plan import POWERS, Choice, Chooser, captured_by_hand, situation_of
 from twell.sparse.projections import (
     is_plain,
     is_transformed,
@@ -59,7 +58,14 @@ from twell.sparse.projections import (
     why_called,
 )
 
-__all__ = ["ACTIVATIONS", "ActivityStats", "SparseFFN", "backend_status", "summarize_activity"]
+__all__ = [
+    "ACTIVATIONS",
+    "ActivityStats",
+    "SparseFFN",
+    "backend_status",
+    "captured_by_hand",
+    "summarize_activity",
+]
 
 
 def backend_status() -> dict[str, str | None]:
@@ -101,33 +107,6 @@ def _gone(name: str, instead: str) -> property:
         raise AttributeError(f"SparseFFN.{name} is gone: use {instead} around the pass")
 
     return property(refuse, refuse)
-
-
-_by_hand = False  # see `captured_by_hand`
-
-
-@contextmanager
-def captured_by_hand() -> Iterator[None]:
-    """Let code that torch.compile makes inside take the paths for a CUDA graph.
-
-    For who captures compiled code with torch.cuda.graph. Where torch.compile captures it, as in
-    mode "reduce-overhead", "auto" notices that by itself.
-    """
-    global _by_hand
-    before, _by_hand = _by_hand, True
-    try:
-        yield
-    finally:
-        _by_hand = before
-
-
-@torch.compiler.assume_constant_result  # called while torch.compile traces
-def _captures_graphs() -> bool:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    backend = InstructionTranslator.current_tx().output.compiler_fn
-    configured = getattr(backend, "get_compiler_config", None)  # of Inductor alone
-    return _by_hand or (configured is not None and bool(configured()["triton.cudagraphs"]))
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
@@ -381,20 +360,16 @@ class SparseFFN(nn.Module):
         rows, leading = x.reshape(-1, self.hidden_size), x.shape[:-1]
         box = torch.compiler.is_compiling() or self.outbox.compiled
         watch = self.outbox if box else open_collector()
-        wants = self._wants(watch)
-        backend = "dense" if self._compiles_densely(rows) else self._backend
-        if backend != "dense" and (reason := self._why_dense()) is not None:
-            backend = "dense"
-            warn_dense(reason)
-        order = None if backend == "dense" or wants.token_mask is not None else self.token_order
-        if backend == "dense":  # adapters and hooks may know the batch by the input's shape
+        trains = self.training and self.outbox.watch_capacity
+        wants = Wants(self.training, trains).beside(None if watch is None else watch.wants)
+        order = None if wants.token_mask is not None else self.token_order
+        if self._is_dense(rows):  # adapters and hooks may know the batch by the input's shape
             result = self._dense(x, wants)
         elif order is None or not order.fits(rows):
-            result = getattr(self, f"_{backend}")(rows, wants)
+            result = self._sparse(rows, wants)
         else:
-            result = order.undo(getattr(self, f"_{backend}")(order.take(rows), wants))
-        l1 = None if result.l1 is None else result.l1.reshape(leading)
-        self._show(watch, l1, result.activity)
+            result = order.undo(self._sparse(order.take(rows), wants))
+        self._show(watch, wants, result, leading)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
 
@@ -415,15 +390,25 @@ class SparseFFN(nn.Module):
         # The plan of graphs may be another.
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
-    def _wants(self, watch: Collector | Outbox | None) -> Wants:
-        trains = self.training and self.outbox.watch_capacity
-        return Wants(self.training, trains).beside(None if watch is None else watch.wants)
+    def _is_dense(self, rows: Tensor) -> bool:
+        """Whether the modules compute the call, by the backend or because they have to."""
+        if self._backend == "dense":
+            return True
+        # Asked before all else: everything read here becomes a guard of compiled code.
+        compiling = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if compiling and self._backend == "auto" and not self.quantized:
+            if self.chooser.path(rows.shape[0], situation_of(rows)) == "dense":
+                return True
+        if (reason := self._why_dense()) is not None:
+            warn_dense(reason)
+        return reason is not None
 
     def _show(
-        self, watch: Collector | Outbox | None, l1: Tensor | None, activity: Activity | None
+        self, watch: Collector | Outbox | None, wants: Wants, result: Result, leading: torch.Size
     ) -> None:
-        """Hand on the L1 term [...] and the activity of a pass."""
-        grad = torch.is_grad_enabled()
+        """Hand on the L1 term, as [...] of the input, and the activity of a pass."""
+        grad, activity = torch.is_grad_enabled(), result.activity
+        l1 = result.l1.reshape(leading) if wants.l1 and result.l1 is not None else None
         if watch is None:
             self.outbox.last = l1
         elif watch is self.outbox:
@@ -468,9 +453,8 @@ class SparseFFN(nn.Module):
         g = self.act.gate(self.gate_proj(x))
         return g, self.act.hidden(g, self.up_proj(x))
 
-    # --- the backends: rows [M, K] -> Result; "dense" also takes x [..., K]
-
     def _dense(self, x: Tensor, wants: Wants) -> Result:
+        """The layer by its modules, for x [..., K]."""
         g, h = self.activations(x)
         if (wants.l1 or wants.activity) and g.shape[-1] != self.intermediate_size:
             raise ValueError(
@@ -492,10 +476,73 @@ class SparseFFN(nn.Module):
         y = reference.add_bias(self.dense_down(h), self.down_proj.bias)
         return Result(y.to(h.dtype), l1, activity)
 
-    def _tensors(self, rows: Tensor) -> list[Tensor | None]:
-        """Arguments of a sparse layer: rows, three weights, three biases, in autocast's type.
+    def _sparse(self, rows: Tensor, wants: Wants) -> Result:
+        """The layer without its modules, for rows [M, K]; by them where the kernels cannot."""
+        if self._backend == "reference":
+            return self._reference(rows, wants)
+        if not self._has_kernels:
+            return self._dense(rows, wants)
+        if not self._wants_only_y(rows, wants):
+            return self._train(rows, wants)
+        from twell.sparse import ops
 
-        With FP8 weights the scales of rows, gate and up follow; compiled, rows are in FP8 too.
+        if self._backend == "triton":
+            # `forward` has asked whether the layer is readable, as the property `path` would again.
+            choice = Choice(self._path or ops.choose(rows.shape[0]))
+        elif ops.takes(rows, self.intermediate_size, _dtype(rows)):
+            choice = self.chooser.choose(rows, self._gate_of)
+        else:
+            return self._dense(rows, wants)
+        if not choice.by_modules or choice.warm_up is not None:
+            x, weights, x_scale = self._operands(rows)
+            with without_autocast(rows.device.type):
+                if choice.warm_up is not None:
+                    ops.sparse_ffn(x, weights, choice.warm_up, x_scale=x_scale)
+                if not choice.by_modules:
+                    given = {"x_scale": x_scale, "activity": choice.activity}
+                    result = Result(ops.sparse_ffn(x, weights, choice.path, **given))
+        if choice.by_modules:
+            result = self._dense(rows, wants)
+        if choice.due:
+            self.chooser.end()
+        return result
+
+    def _train(self, rows: Tensor, wants: Wants) -> Result:
+        """A pass with gradients, L1 term or activity: sparsely where `train_path` allows it."""
+        sparsely = self.train_path is not None and not self.quantized
+        if not (sparsely and torch.is_grad_enabled() and rows.numel()):
+            return self._dense(rows, wants)
+        from twell.sparse import ops, training_ops
+
+        fits = self.capacity * rows.shape[0] < training_ops.MAX_ENTRIES
+        if not fits or not ops.takes(rows, self.intermediate_size, _dtype(rows)):
+            return self._dense(rows, wants)
+        x, weights, _ = self._operands(rows)
+        with without_autocast(rows.device.type):
+            given = self.train_path, self.capacity, wants.token_mask
+            return training_ops.sparse_train(x, weights, *given)
+
+    def _reference(self, rows: Tensor, wants: Wants) -> Result:
+        if self.quantized and (wants.l1 or wants.activity):
+            return self._dense(rows, wants)
+        x, weights, x_scale = self._operands(rows)
+        tensors = x, *weights[:2], weights.w_down_t.t(), *weights[3:6]
+        with without_autocast(rows.device.type):
+            if self.quantized:
+                scales = x_scale, weights.s_gate, weights.s_up
+                return Result(float8.ffn(*tensors, *scales, act=self.act))
+            if wants.l1 or torch.is_grad_enabled():
+                y, l1, active = reference.union_train(*tensors, act=self.act)
+            else:
+                g = reference.gate_pack(x, *weights.first, act=self.act)
+                y, l1 = reference.rowwise_ffn(g, *tensors, act=self.act), None
+                active = g.unpack() != 0 if wants.activity else None
+        return Result(y, l1, Activity.of(active, wants.token_mask) if wants.activity else None)
+
+    def _operands(self, rows: Tensor) -> tuple[Tensor, Weights, Tensor | None]:
+        """The rows, weights and scales of rows that the kernels read, in autocast's type.
+
+        Compiled, rows of a layer with FP8 weights are quantised here.
 
         A weight that lost the kernels' strides, as a gathered shard or by assigning to
         `parameter.data`, is copied in every call; setting `backend` stores it anew.
@@ -509,41 +556,16 @@ class SparseFFN(nn.Module):
             tensors = [t if t is None or t.dtype in kept else t.to(dtype) for t in tensors]
         if self.edit is not None:
             tensors[3], tensors[6] = self.edit.of_down(tensors[3], tensors[6])
-        if tensors[3].stride() != (1, self.hidden_size):
-            tensors[3] = tensors[3].t().contiguous().t()
-        for place in (1, 2):
+        tensors[3] = tensors[3].t()
+        for place in (1, 2, 3):
             if tensors[place] is not None and not tensors[place].is_contiguous():
                 tensors[place] = tensors[place].contiguous()
-        if not self.quantized:
-            return tensors
-        scale = None
-        if torch.compiler.is_compiling():  # fused with what makes the rows
-            tensors[0], scale = float8.quantize(rows)
-        return [*tensors, scale, gate[2], up[2]]
-
-    @property
-    def _down(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """The argument of the kernels for down in FP8, where there is one; an edit changes down."""
-        part = self.dense_down
-        kept = part is not None and self.edit is None
-        return {"down": (part.weight, part.weight_scale)} if kept else {}
-
-    def _reference(self, rows: Tensor, wants: Wants) -> Result:
-        if self.quantized and (wants.l1 or wants.activity):
-            return self._dense(rows, wants)
-        tensors = self._tensors(rows)
-        with without_autocast(rows.device.type):
-            if self.quantized:
-                return Result(float8.ffn(*tensors, act=self.act))
-            if wants.l1 or torch.is_grad_enabled():
-                y, l1, active = reference.union_train(*tensors, act=self.act)
-            else:
-                first = reference.Layer(*tensors).first
-                g = reference.gate_pack(tensors[0], *first, act=self.act)
-                y, l1 = reference.rowwise_ffn(g, *tensors, act=self.act), None
-                active = g.unpack() != 0 if wants.activity else None
-        activity = Activity.of(active, wants.token_mask) if wants.activity else None
-        return Result(y, l1 if wants.l1 else None, activity)
+        x, scale, down_fp8 = tensors[0], None, None
+        if self.quantized and torch.compiler.is_compiling():  # fused with what makes the rows
+            x, scale = float8.quantize(x)
+        if (part := self.dense_down) is not None and self.edit is None:  # which changes down
+            down_fp8 = part.weight, part.weight_scale
+        return x, Weights(*tensors[1:], gate[2], up[2], down_fp8, self.act), scale
 
     def _wants_only_y(self, rows: Tensor, wants: Wants) -> bool:
         if wants.l1 or wants.activity:
@@ -551,91 +573,6 @@ class SparseFFN(nn.Module):
         if not torch.is_grad_enabled() or self.quantized:
             return True  # asked first: to look at all parameters takes microseconds
         return not any(tensor.requires_grad for tensor in (rows, *self.parameters()))
-
-    def _train(self, rows: Tensor, wants: Wants) -> Result:
-        """A pass with gradients, L1 term or activity: sparsely where `train_path` allows it."""
-        sparsely = self.train_path is not None and not self.quantized
-        if not (sparsely and torch.is_grad_enabled() and rows.numel()):
-            return self._dense(rows, wants)
-        from twell.kernels import ops, training_ops
-
-        tensors = self._tensors(rows)
-        fits = self.capacity * rows.shape[0] < training_ops.MAX_ENTRIES
-        if not fits or not ops.takes(tensors[0], self.intermediate_size):
-            return self._dense(rows, wants)
-        with without_autocast(rows.device.type):
-            given = {"token_mask": wants.token_mask, "act": self.act}
-            trained = training_ops.train(self.train_path, self.capacity, *tensors, **given)
-        needed = trained.needed
-        if self.train_path == "hybrid":  # which says how many rows it needed
-            needed = torch.maximum(needed, mean_entries(trained.token_counts))
-        activity = Activity(trained.token_counts, trained.neuron_counts, needed)
-        return Result(trained.y, trained.l1 if wants.l1 else None, activity)
-
-    def _triton(self, rows: Tensor, wants: Wants) -> Result:
-        if not self._wants_only_y(rows, wants):
-            return self._train(rows, wants)
-        from twell.kernels import ops
-
-        tensors = self._tensors(rows)
-        with without_autocast(rows.device.type):
-            # `forward` has asked whether the layer is readable, as the property `path` would again.
-            path = self._path or ops.choose(rows.shape[0])
-            return Result(ops.run(path, *tensors, act=self.act, **self._down))
-
-    def _auto(self, rows: Tensor, wants: Wants) -> Result:
-        if not self._has_kernels:
-            return self._dense(rows, wants)
-        if not self._wants_only_y(rows, wants):
-            return self._train(rows, wants)
-        from twell.kernels import ops
-
-        if not ops.takes(rows, self.intermediate_size, _dtype(rows)):
-            return self._dense(rows, wants)
-        chooser, num_tokens, situation = self.chooser, rows.shape[0], self._situation(rows)
-        # A trace with fake tensors shows no activity.
-        eager = situation == EAGER and num_tokens > 0 and type(rows) is Tensor
-        if eager and chooser.device_name is None:
-            chooser.place(rows.device)
-        due = eager and chooser.begin(num_tokens)
-        path, activity, unloaded = chooser.path(num_tokens, situation), None, None
-        waits = eager and path == "dense" and num_tokens <= WAITING and not self.quantized
-        if eager:  # what waits is computed without the kernels, so it loads none
-            unloaded = chooser.to_warm_up(num_tokens, None if waits else path)
-        if eager and path != "dense" and not chooser.frozen:
-            activity = chooser.counters(num_tokens, rows.device)
-        elif due:
-            chooser.probe(rows, self._gate_of)
-        result = None
-        if not waits or unloaded is not None:
-            tensors = self._tensors(rows)
-            with without_autocast(rows.device.type):
-                if unloaded is not None:
-                    ops.run(unloaded, *tensors, act=self.act)
-                if not waits:
-                    given = {"activity": activity, "act": self.act}
-                    result = Result(ops.run(path, *tensors, **given, **self._down))
-        if result is None:
-            chooser.note_quick(num_tokens)
-            result = self._dense(rows, wants)
-        if due:
-            chooser.end()
-        return result
-
-    def _situation(self, rows: Tensor) -> str:
-        if torch.compiler.is_compiling():
-            return GRAPH if _captures_graphs() else COMPILED
-        return GRAPH if rows.is_cuda and torch.cuda.is_current_stream_capturing() else EAGER
-
-    def _compiles_densely(self, rows: Tensor) -> bool:
-        """Whether "auto" is dense in this code of torch.compile, for inference.
-
-        Asked before all else: every call of compiled code checks what it read to become so.
-        """
-        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or self._backend != "auto":
-            return False
-        path = self.chooser.path(rows.shape[0], self._situation(rows))
-        return path == "dense" and not self.quantized
 
     def _gate_of(self, blocks: Tensor) -> Tensor:
         """g of tokens, which is not 0 where a neuron is active."""

@@ -1,24 +1,44 @@
-"""The layer as a function of tensors, for modules of your own: `twell.ffn`.
+"""The layer as a function of tensors: the entry to the kernels, and the operators of PyTorch.
 
-It computes with the kernels where they take the tensors, and else in torch's operators, so the same
-call also runs on a CPU and in fp32. It wraps the operator twell::ffn (kernels/ops.py).
+    sparse_ffn   y by one path, without gradients; `SparseFFN` calls it
+    ffn          the public face, `twell.ffn`: any shape and dtype, and dense gradients
+    twell::ffn   the operator under both, for torch.compile
 
-    gated       y = h w_down_t + b_down    g = relu(x w_gate^T + b_gate)    h = g (x w_up^T + b_up)
-    non-gated   y = h w_down_t + b_down    h = relu(x w_up^T + b_up)
+training_ops.py has the operators of sparse training. For x [M, K] all paths compute the same y:
 
-Gradients are dense: forward keeps x and the weights, and backward computes the layer again in
-torch's operators. `SparseFFN` with `twell.SparseTraining` has sparse ones. Under the transforms of
-torch.func and in forward-mode AD the layer is computed in torch's operators.
+    rowwise   any M; weight rows of each token's active neurons (kernels/rowwise.py)
+    union     many tokens; products over unions of 64 or 128 tokens (kernels/union.py)
+    decode    1 to 512 tokens, more 512 at a time (kernels/decode.py, few.py)
+    dense     any M; three matrix products (kernels/dense.py)
 
-Tensor parallelism. For a slice of N of each weight and bias, y is a partial sum, for an all-reduce
-over the ranks. One rank gets b_down.
+    gated       y = (relu(x w_gate^T + b_gate) * (x w_up^T + b_up)) w_down_t + b_down
+    non-gated   y = relu(x w_up^T + b_up) w_down_t + b_down             (w_gate is None)
 
-Compilation. The number of tokens chooses the path when the operator runs, so torch.compile makes
-one graph for all of them. `warm_up` compiles the kernels before a CUDA graph is captured.
+activations.py has the other activations, thresholds and `Weights`. Without a path the number of
+tokens decides (`choose`), in compiled code when it runs.
 
-Versions. Within a major version of twell, arguments keep their names, order, defaults and meaning,
-here and in the schema of twell::ffn, which tests/kernels/test_ffn.py holds. New arguments come at
-the end and have defaults. A change of meaning gets a new operator, twell::ffn_v2.
+Shapes: w_gate, w_up and w_down_t [N, K] contiguous; b_gate and b_up [N], b_down [K]. K is a
+multiple of 16, N at most 65,536, M any number; x may have any strides. All tensors are bf16 or all
+fp16, and on one device. Anything else raises ValueError or TypeError with the name of the tensor.
+The operators take w_down [K, N] with strides (1, K), as `nn.Linear` names it.
+
+In FP8 (float8.py) w_gate and w_up are float8_e4m3fn with scales s_gate and s_up [N] in fp32; all
+else and y are bf16. The kernels quantise x, or x is in float8_e4m3fn with x_scale [M].
+
+Eager calls skip PyTorch's dispatcher, which takes as long as a small layer, and a call that comes
+again with the same addresses is a CUDA graph (kernels/replay.py). A dense layer in compiled code is
+plain PyTorch, which fuses with its surroundings. Nothing here keeps state or waits for the device,
+and the same call gives the same bits, under torch.compile(fullgraph=True), in CUDA graphs and on
+any stream. Gradients of twell::ffn are dense: backward keeps x and the weights alone and computes
+the layer again (reference.gradients).
+
+Non-finite values: a NaN in a row of x reaches this row of y alone. An inf or NaN in the weights of
+an inactive neuron does not reach the token, with two exceptions: w_down of a union or decode block
+in which another token activates the neuron, and any weight of a dense layer.
+
+Versions. Within a major version of twell, the arguments of `ffn` and of twell::ffn keep their
+names, order, defaults and meaning (tests/kernels/test_ffn.py). New arguments come at the end and
+have defaults. A change of meaning gets a new operator, twell::ffn_v2.
 """
 
 from __future__ import annotations
@@ -26,11 +46,377 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 
-from twell.sparse import reference
-from twell.sparse.activations import get_activation
+from twell.sparse import float8, reference
+from twell.sparse.activations import Activation, Weights, get_activation
+from twell.sparse.float8 import FLOAT8
+from twell.sparse.formats import MAX_COLUMNS, check_tensor
 from twell.sparse.projections import is_transformed
+
+try:
+    from twell.kernels import decode, dense, few, replay, rowwise, union
+    from twell.kernels.common import DTYPES, INTERPRETED, empty_output, on_device
+    from twell.kernels.options import TRACED_TOKENS
+except ImportError:  # without the package triton
+    PATHS = {}
+    ON_CPU = False
+else:
+    PATHS = {
+        "dense": dense.ffn,
+        "rowwise": rowwise.ffn,
+        "union": union.ffn,
+        "decode": decode.ffn,
+    }
+    ON_CPU = bool(INTERPRETED)  # a plain bool, which torch.compile can read
+
+PLAIN = Tensor, nn.Parameter
+MAX_CASES = 4096  # of `_check_once`; then all are dropped
+_CHECKED: set[tuple] = set()
+
+
+def sparse_ffn(
+    x: Tensor,
+    weights: Weights,
+    path: str | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return y [M, K] of x [M, K] by a path of PATHS; no gradients.
+
+    path: None chooses by the number of tokens. activity [4] int64 on x's device: the sparse paths
+    add tokens; blocks of 64 consecutive tokens, a part of one counts; active neurons, summed over
+    tokens; neurons of each block's union, summed over blocks. out [M, K]: where y goes.
+
+    Raises RuntimeError where a tensor requires gradients, and ValueError or TypeError as the module
+    says, and for `activity` under torch.compile.
+    """
+    tensors = *weights.tensors, x_scale
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *tensors)):
+        raise RuntimeError(
+            "sparse_ffn computes no gradients, and a tensor requires them; "
+            "use torch.no_grad(), twell.ffn or twell.SparseTraining"
+        )
+    if not is_eager(x):
+        if activity is not None and (torch.compiler.is_compiling() or type(x) not in PLAIN):
+            raise ValueError("activity cannot be counted under torch.compile")
+        y = _traced(x, weights, path, x_scale)
+        return y if out is None else out.copy_(y)
+
+    y = _compute(x, weights, known_path(path) or choose(len(x)), x_scale, activity, out)
+    if out is not None:  # a launch is no in-place operation of torch, of which autograd knows
+        torch.autograd.graph.increment_version(out)
+    return y
+
+
+def _compute(
+    x: Tensor,
+    weights: Weights,
+    path: str,
+    x_scale: Tensor | None = None,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`sparse_ffn` of plain tensors, after all checks."""
+    _check_once(x, (*weights.tensors, x_scale))
+    _check_results(x, activity, out)
+    if len(x) == 0:
+        return empty_output(x) if out is None else out
+    x, weights = prepare(x), aligned(weights)
+    with on_device(x):
+        if path == "dense":
+            return dense.ffn(x, weights, x_scale, out=out)
+        y = empty_output(x) if out is None else out
+        if ON_CPU or not replay.fits(x):
+            PATHS[path](x, weights, x_scale, activity=activity, out=y)
+        else:
+            replay.replay(PATHS[path], x, weights, x_scale, activity, y)
+    return y
+
+
+def choose(num_tokens: int) -> str:
+    """The sparse path for so many tokens: "decode" up to 512, else "union".
+
+    "rowwise" has to be named: one heavy token holds up its launch.
+    """
+    return "decode" if num_tokens <= few.MAX_TOKENS else "union"
+
+
+def known_path(path: str | None) -> str | None:
+    """The path. Raises ValueError for one that does not exist."""
+    if path is not None and path not in PATHS:
+        raise ValueError(f"path {path!r} is unknown; use one of {', '.join(PATHS)} or None")
+    return path
+
+
+def takes(x: Tensor, intermediate_size: int, dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernels are here and take x [M, K], as `dtype`, for layers of N neurons."""
+    if not PATHS or not (x.is_cuda or (ON_CPU and x.device.type == "cpu")):
+        return False
+    known = (dtype or x.dtype) in (*DTYPES, FLOAT8)
+    fits = x.shape[1] > 0 and x.shape[1] % 16 == 0 and 1 <= intermediate_size <= MAX_COLUMNS
+    return known and fits
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether nothing traces, transforms or watches the call, so that it needs no operator."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in PLAIN
+        and torch._C._get_tracing_state() is None
+        and not is_transformed()
+        and not torch._C._functorch.is_legacy_batchedtensor(x)
+        and _get_current_dispatch_mode() is None
+    )
+
+
+def prepare(x: Tensor) -> Tensor:
+    """x contiguous and aligned. Raises ValueError where there is no GPU for it."""
+    if not (x.is_cuda or (ON_CPU and x.device.type == "cpu")):
+        raise ValueError(
+            f"x is on {x.device}, expected a GPU "
+            "(or TRITON_INTERPRET=1, set before the kernels are imported)"
+        )
+    return _aligned(x.contiguous())
+
+
+def aligned(weights: Weights) -> Weights:
+    """The weights, copied where they begin at an address that tensor descriptors do not accept."""
+    w_gate, w_up = weights.w_gate, weights.w_up
+    if w_up.data_ptr() % 16 == 0 and (w_gate is None or w_gate.data_ptr() % 16 == 0):
+        return weights
+    return weights._replace(w_gate=_aligned(w_gate), w_up=_aligned(w_up))
+
+
+def _aligned(tensor: Tensor | None) -> Tensor | None:
+    return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
+
+
+# --- checks -----------------------------------------------------------------------------------
+
+
+def check_tensors(
+    x,
+    w_gate,
+    w_up,
+    w_down_t,
+    b_gate=None,
+    b_up=None,
+    b_down=None,
+    s_gate=None,
+    s_up=None,
+    x_scale=None,
+) -> None:
+    """Raise ValueError or TypeError for tensors that the kernels do not take; see the module."""
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
+    in_fp8 = FLOAT8 in (x.dtype, w_up.dtype)
+    if x.dtype not in ((torch.bfloat16, FLOAT8) if in_fp8 else DTYPES):
+        raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
+    if w_up.dim() != 2:
+        expected = "[intermediate_size, hidden_size]"
+        raise ValueError(f"w_up has shape {tuple(w_up.shape)}, expected {expected}")
+    n, k = w_up.shape[0], x.shape[1]
+    if k % 16 or k == 0:
+        raise ValueError(f"x has hidden_size={k}, expected a multiple of 16")
+    if not 1 <= n <= MAX_COLUMNS:
+        raise ValueError(f"w_up has intermediate_size={n}, expected 1 to {MAX_COLUMNS}")
+    if w_gate is None and b_gate is not None:
+        raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
+    rest, first = (torch.bfloat16, FLOAT8) if in_fp8 else (x.dtype, x.dtype)
+    for name, tensor, shape, dtype in (
+        ("w_gate", w_gate, (n, k), first),
+        ("w_up", w_up, (n, k), first),
+        ("w_down_t", w_down_t, (n, k), rest),
+        ("b_gate", b_gate, (n,), rest),
+        ("b_up", b_up, (n,), rest),
+        ("b_down", b_down, (k,), rest),
+        ("x_scale", x_scale, x.shape[:1], torch.float32),
+        ("s_gate", s_gate, (n,), torch.float32),
+        ("s_up", s_up, (n,), torch.float32),
+    ):
+        if tensor is not None:
+            check_tensor(name, tensor, tuple(shape), dtype)
+            _check_storage(name, tensor, x.device)
+    for name, tensor, belongs in (
+        ("x_scale", x_scale, x.dtype == FLOAT8),
+        ("s_gate", s_gate, in_fp8 and w_gate is not None),
+        ("s_up", s_up, in_fp8),
+    ):
+        if (tensor is not None) != belongs:
+            given = "missing" if belongs else "given"
+            raise ValueError(
+                f"{name} is {given}, and x is {x.dtype}, w_up {w_up.dtype}; scales belong to FP8"
+            )
+
+
+def _check_once(x: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
+    """`check_tensors`, whose answer depends on nothing but these properties."""
+    given = [t if t is None else (type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+    case = x.shape, x.dtype, x.device, *given
+    if case not in _CHECKED:
+        check_tensors(x, *tensors)
+        if len(_CHECKED) >= MAX_CASES:
+            _CHECKED.clear()
+        _CHECKED.add(case)
+
+
+def _check_results(x: Tensor, activity: Tensor | None, out: Tensor | None) -> None:
+    """Raise ValueError or TypeError for tensors that results cannot be written to."""
+    if activity is not None:
+        given = activity.dtype, tuple(activity.shape)
+        if given != (torch.int64, (4,)):
+            raise ValueError("activity is {} {}, expected torch.int64 (4,)".format(*given))
+        _check_device("activity", activity, x.device)
+    if out is not None:
+        dtype = torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
+        check_tensor("out", out, tuple(x.shape), dtype)
+        _check_storage("out", out, x.device)
+        (x_begin, x_end), (begin, end) = _extent(x), _extent(out)
+        if begin < x_end and x_begin < end:
+            raise ValueError("out shares memory with x, which kernels read while they write out")
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The address of a tensor's first byte, and of the byte behind its last."""
+    steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    return begin, begin + (steps + 1) * tensor.itemsize if tensor.numel() else begin
+
+
+def _check_storage(name: str, tensor: Tensor, device: torch.device) -> None:
+    if type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"{name} is a {type(tensor).__name__}, "
+            "expected a plain tensor, such as full_tensor() gives"
+        )
+    _check_device(name, tensor, device)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device} and x on {device}; expected one device")
+
+
+# --- operators --------------------------------------------------------------------------------
+
+SCHEMA = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, " + "".join(
+    f"Tensor? {name}=None, " for name in ("b_gate", "b_up", "b_down", "x_scale", "s_gate", "s_up")
+)
+
+
+def _weights(act: Activation, w_gate, w_up, w_down, *others) -> tuple[Weights, Tensor | None]:
+    """The weights and x_scale of an operator's arguments behind x."""
+    b_gate, b_up, b_down, x_scale, s_gate, s_up = *others, *(None,) * (6 - len(others))
+    first = w_gate, w_up, w_down.t(), b_gate, b_up, b_down
+    return Weights(*first, s_gate, s_up, act=act), x_scale
+
+
+def _arguments(weights: Weights, x_scale: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The operator's arguments behind x."""
+    w_gate, w_up, w_down_t, *biases, s_gate, s_up = weights.tensors
+    return w_gate, w_up, w_down_t.t(), *biases, x_scale, s_gate, s_up
+
+
+@torch.library.custom_op(
+    "twell::ffn",
+    mutates_args=(),
+    schema=f"({SCHEMA}*, str activation='relu', float threshold=0.0, str? path=None) -> Tensor",
+)
+def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
+    """y by a path of PATHS; None: by the number of tokens."""
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    weights, x_scale = _weights(act, w_gate, *tensors)
+    return _compute(x, weights, known_path(path) or choose(len(x)), x_scale)
+
+
+@operator.register_fake
+def _(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    known_path(path)
+    weights, x_scale = _weights(act, w_gate, *tensors)
+    check_tensors(x, *weights.tensors, x_scale)
+    return empty_output(x)
+
+
+def _save(ctx, inputs, keyword_only_inputs, output) -> None:
+    if inputs[2].dtype == FLOAT8:
+        raise RuntimeError("FP8 weights have no gradients; use torch.no_grad()")
+    ctx.save_for_backward(*inputs[:7])
+    options = keyword_only_inputs["activation"], keyword_only_inputs["threshold"]
+    ctx.act = get_activation(*options, gated=inputs[1] is not None)
+
+
+def _differentiate(ctx, dy):
+    needs = ctx.needs_input_grad[:7]
+    gradients = reference.gradients(*ctx.saved_tensors, dy=dy, needs=needs, act=ctx.act)
+    return *gradients, None, None, None
+
+
+operator.register_autograd(_differentiate, setup_context=_save)
+
+
+@torch.library.triton_op("twell::decode", mutates_args=())
+def traced_decode(
+    x: Tensor,
+    w_gate: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Tensor | None = None,
+    b_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    s_gate: Tensor | None = None,
+    s_up: Tensor | None = None,
+    *,
+    activation: str = "relu",
+    threshold: float = 0.0,
+) -> Tensor:
+    """y of decode.py's two launches, which code of torch.compile makes without an operator.
+
+    A call of an operator waits for Python longer than these kernels take. few.py has no such form:
+    its descriptors and overlapping launches cannot be traced.
+    """
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    biases, scales = (b_gate, b_up, b_down), (s_gate, s_up)
+    weights = Weights(w_gate, w_up, w_down.t(), *biases, *scales, act=act)
+    check_tensors(x, *weights.tensors, x_scale)
+    return decode.vector_ffn(x.contiguous(), weights, x_scale)
+
+
+def _traced(x: Tensor, weights: Weights, path: str | None, x_scale: Tensor | None) -> Tensor:
+    """`sparse_ffn` where the call is traced or transformed."""
+    act, arguments = weights.act, _arguments(weights, x_scale)
+    if path == "dense" or is_transformed():
+        check_tensors(x, *weights.tensors, x_scale)
+        if weights.s_up is not None:
+            return float8.dense(x, *arguments, act=act, down=weights.down_fp8)
+        return reference.ffn(x, *arguments[:6], act=act)
+    given = {"activation": act.name, "threshold": act.threshold}
+    if path == "decode" and _can_trace(x, weights):
+        return traced_decode(x, *arguments, **given)
+    return operator(x, *arguments, **given, path=path)
+
+
+def _can_trace(x: Tensor, weights: Weights) -> bool:
+    """Whether `traced_decode` takes the tensors: few tokens, quantised where weights are.
+
+    Code for any number of tokens takes the operator: to compare the number would fix it.
+    """
+    # Not with the module: it loads sympy.
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    few_tokens = x.shape[0] >= 1, x.shape[0] <= TRACED_TOKENS
+    alike = x.dtype == weights.w_up.dtype
+    return alike and x.is_cuda and not ON_CPU and all(map(statically_known_true, few_tokens))
+
+
+# --- twell.ffn --------------------------------------------------------------------------------
 
 
 def ffn(
@@ -60,9 +446,20 @@ def ffn(
             dense where the kernels do not take the tensors.
         out: a contiguous tensor like y to write to; it may share memory with no other argument.
 
-    Autocast casts all tensors, as nn.Linear's. The kernels take bf16 and fp16 on a GPU, K a
-    multiple of 16, N up to 65,536. All tensors have one dtype and one device. Raises ValueError or
-    TypeError with the name of what does not fit, RuntimeError for `out` with gradients.
+    The kernels take bf16 and fp16 on a GPU, K a multiple of 16, N up to 65,536. Without a path the
+    layer is computed in torch's operators where they do not, so the same call runs on a CPU and in
+    fp32. Under torch.func and forward-mode AD it always is. All tensors have one dtype and one
+    device; autocast casts all, as nn.Linear's. Gradients are dense; `SparseFFN` with
+    `twell.SparseTraining` has sparse ones.
+
+    Tensor parallelism: for a slice of N of each weight and bias, y is a partial sum, for an
+    all-reduce over the ranks. One rank gets b_down.
+
+    Compilation: the number of tokens chooses the path when the operator runs, so torch.compile
+    makes one graph for all. `warm_up` compiles the kernels before a CUDA graph is captured.
+
+    Raises ValueError or TypeError with the name of what does not fit, RuntimeError for `out` with
+    gradients.
     """
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         given = _cast(x, w_gate, w_up, w_down_t, b_gate, b_up, b_down)
@@ -70,27 +467,25 @@ def ffn(
             return ffn(*given, activation=activation, threshold=threshold, path=path, out=out)
     _check(x, w_up, w_down_t, out)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
-    rows, tensors = x.reshape(-1, x.shape[-1]), (w_gate, w_up, w_down_t.t(), b_gate, b_up, b_down)
+    rows, weights = x.reshape(-1, x.shape[-1]), (w_gate, w_up, w_down_t, b_gate, b_up, b_down)
     learns = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, *tensors, out)
+        t is not None and t.requires_grad for t in (x, *weights, out)
     )
     if out is not None and learns:
         raise RuntimeError("out is given, and a tensor requires gradients; use torch.no_grad()")
     given = None if out is None else out.view(rows.shape)
-    unfit = is_transformed() or (path in (None, "dense") and not _takes(rows, len(w_up)))
+    unfit = is_transformed() or (path in (None, "dense") and not takes(rows, len(w_up)))
+    weights = Weights(*weights, act=act)
     if unfit or (path == "dense" and learns):
         _check_alike(x, w_gate=w_gate, w_up=w_up, w_down_t=w_down_t, out=out)
         _check_alike(x, b_gate=b_gate, b_up=b_up, b_down=b_down)
-        y = reference.ffn(rows, *tensors, act=act)
+        y = reference.ffn(rows, *_arguments(weights, None)[:6], act=act)
         y = y if out is None else given.copy_(y)
+    elif learns:
+        options = {"activation": act.name, "threshold": act.threshold, "path": path}
+        y = operator(rows, *_arguments(weights, None), **options)
     else:
-        from twell.kernels import ops
-
-        if learns:
-            options = {"activation": act.name, "threshold": act.threshold, "path": path}
-            y = ops.operator(rows, *tensors, **options)
-        else:
-            y = ops.run(path, rows, *tensors, act=act, out=given)
+        y = sparse_ffn(rows, weights, path, out=given)
     return y.reshape(x.shape) if out is None else out
 
 
@@ -126,15 +521,6 @@ def _check_alike(x: Tensor, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-
-
-def _takes(rows: Tensor, intermediate_size: int) -> bool:
-    """Whether the kernels are here and take the rows."""
-    try:
-        from twell.kernels import ops
-    except ImportError:  # without triton
-        return False
-    return ops.takes(rows, intermediate_size)
 
 
 def warm_up(

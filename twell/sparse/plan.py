@@ -7,16 +7,18 @@ calls, so that the same program takes the same paths in every run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from twell.sparse.calibration import (
     BLOCK,
+    COMPILED,
     EAGER,
     GRAPH,
     SITUATIONS,
@@ -33,12 +35,60 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 # depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
-# Dense eager calls of so many tokens wait for Python, of which torch's operators need least: in a
+# Dense eager calls of at most so many tokens wait for Python, of which the modules need least: in a
 # model on an H100, 2,048 tokens take 0.27 ms a layer longer by the kernels.
 WAITING = 4096
 PROBE_BLOCKS = 1024 // BLOCK
 # Plans are made anew when an observation differs by this factor: each compiles code of its own.
 NOTICEABLE = 1.2
+
+
+_by_hand = False  # see `captured_by_hand`
+
+
+@contextmanager
+def captured_by_hand() -> Iterator[None]:
+    """Let code that torch.compile makes inside take the paths for a CUDA graph.
+
+    For who captures compiled code with torch.cuda.graph. Where torch.compile captures it, as in
+    mode "reduce-overhead", "auto" notices that by itself.
+    """
+    global _by_hand
+    before, _by_hand = _by_hand, True
+    try:
+        yield
+    finally:
+        _by_hand = before
+
+
+@torch.compiler.assume_constant_result  # called while torch.compile traces
+def _captures_graphs() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    backend = InstructionTranslator.current_tx().output.compiler_fn
+    configured = getattr(backend, "get_compiler_config", None)  # of Inductor alone
+    return _by_hand or (configured is not None and bool(configured()["triton.cudagraphs"]))
+
+
+def situation_of(x: Tensor) -> str:
+    """Return how a layer is called that computes x: one of SITUATIONS."""
+    if torch.compiler.is_compiling():
+        return GRAPH if _captures_graphs() else COMPILED
+    return GRAPH if x.is_cuda and torch.cuda.is_current_stream_capturing() else EAGER
+
+
+class Choice(NamedTuple):
+    """How one call is computed.
+
+    by_modules: a dense call without the kernels. activity: counters that the kernels add to.
+    warm_up: a path to run before. due: whether `Chooser.end` has to follow.
+    """
+
+    path: str
+    by_modules: bool = False
+    activity: Tensor | None = None
+    warm_up: str | None = None
+    due: bool = False
 
 
 class Chooser:
@@ -51,8 +101,7 @@ class Chooser:
     None at first. Before that the plan is dense, unless the calibration has an expectation.
 
     Counters are int64 [4] for each of CLASSES, on the layer's device. The kernels add to them, and
-    a dense call does so when one is due. Due are the eager calls of a class with the numbers 1, 2, 4,
-    8 and so on. Such a call first adopts what the due call before it began to copy to the host,
+    a dense call does so when one is due. The eager calls 1, 2, 4, 8 and so on of a class are due. Such a call first adopts what the due call before it began to copy to the host,
     which waits for the device if that is not yet done, and at its end begins the next copy.
     Activity since the copy before is the newest window, which alone decides. Where `frozen`, no
     call counts (`freeze`). Copies and pickles of a chooser keep its plans and start with counters
@@ -141,17 +190,6 @@ class Chooser:
             place += 1
         return self._paths[situation][place]
 
-    def to_warm_up(self, num_tokens: int, taken: str | None) -> str | None:
-        """The path of graphs, where it is not the one `taken` by this eager call; only once.
-
-        A call before a capture is to compile and load what the capture launches.
-        """
-        path = self.path(num_tokens, GRAPH)
-        if path == taken or (num_tokens, path) in self._warm:
-            return None
-        self._warm.add((num_tokens, path))
-        return path
-
     # --- eager calls
 
     def is_quick(self, num_tokens: int) -> bool:
@@ -171,6 +209,26 @@ class Chooser:
             self._choices.clear()
             self._make_plan()
 
+    def choose(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Choice:
+        """Choose for a call with x [M, K], and count it if it is eager; `gate` gives g of tokens."""
+        num_tokens, situation = x.shape[0], situation_of(x)
+        # A trace with fake tensors shows no activity.
+        if situation != EAGER or num_tokens == 0 or type(x) is not Tensor:
+            return Choice(self.path(num_tokens, situation))
+        if self.device_name is None:
+            self.place(x.device)
+        due, path, activity = self.begin(num_tokens), self.path(num_tokens), None
+        by_modules = path == "dense" and num_tokens <= WAITING and not self._quantized
+        if path != "dense" and not self.frozen:
+            activity = self.counters(num_tokens, x.device)
+        elif due:
+            count_activity(sampled_blocks(x), gate, self.counters(num_tokens, x.device))
+        if by_modules:
+            self._quick.add(num_tokens)
+        # A call by modules loads no kernels.
+        warm_up = self._to_warm_up(num_tokens, None if by_modules else path)
+        return Choice(path, by_modules, activity, warm_up, due)
+
     def begin(self, num_tokens: int) -> bool:
         """Count an eager call; return whether it is due, and `end` has to follow it."""
         place = _class(num_tokens)
@@ -189,9 +247,16 @@ class Chooser:
         if self._counters is not None:
             self._copy = _begin_copy(self._counters)
 
-    def note_quick(self, num_tokens: int) -> None:
-        """Remember that calls with so many tokens are dense and need no kernels."""
-        self._quick.add(num_tokens)
+    def _to_warm_up(self, num_tokens: int, taken: str | None) -> str | None:
+        """The path of graphs, where it is not the one `taken` by this eager call; only once.
+
+        A call before a capture is to compile and load what the capture launches.
+        """
+        path = self.path(num_tokens, GRAPH)
+        if path == taken or (num_tokens, path) in self._warm:
+            return None
+        self._warm.add((num_tokens, path))
+        return path
 
     # --- the plans
 
@@ -252,7 +317,7 @@ class Chooser:
         self._copy: tuple[Tensor, Callable[[], object]] | None = None
 
     def counters(self, num_tokens: int, device: torch.device) -> Tensor:
-        """Return the int64 tensor [4] to which a call of `num_tokens` adds (kernels/ops.py)."""
+        """Return the int64 tensor [4] to which a call of `num_tokens` adds (ops.py)."""
         if self._counters is None or self._counters.device != device:
             self._copy, self._read = None, [[0] * 4 for _ in CLASSES]
             # Tensors made in inference mode could not be written outside of it.
@@ -281,10 +346,6 @@ class Chooser:
                 most, self.observed = tokens, new
         if changed:
             self._make_plan()
-
-    def probe(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> None:
-        """Count the activity of some of the tokens x [M, K] of a dense call; `gate` gives their g."""
-        count_activity(sampled_blocks(x), gate, self.counters(len(x), x.device))
 
 
 def _is_open(num_tokens: int) -> bool:

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from twell.sparse.activations import RELU, Activation, wide
+from twell.sparse.activations import RELU, Activation, add_bias, wide
 from twell.sparse.formats import SparseRows, TileUnion, TwELL, check_tensor
 
 
@@ -53,10 +53,6 @@ def matmul(sparse: SparseRows, weight: Tensor, act: Activation = RELU) -> Tensor
     for m, (columns, values) in enumerate(sparse.rows()):
         out[m] = wide(act.of_gate(values)) @ weight[columns]
     return out
-
-
-def add_bias(y: Tensor, b: Tensor | None) -> Tensor:
-    return y if b is None else y + b
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

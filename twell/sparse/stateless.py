@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from twell.kernels import ops
+from twell.sparse import ops
+from twell.sparse.activations import Weights
 from twell.sparse.projections import store_neuron_major, why_called
 
 
@@ -34,9 +35,10 @@ class SparseMLP(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         if not _takes(rows, parts):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        weights = self.gate_proj.weight, self.up_proj.weight, _neuron_major(self.down_proj)
+        first = self.gate_proj.weight, self.up_proj.weight
         biases = (part.bias for part in parts)
-        return ops.run(ops.choose(len(rows)), rows, *weights, *biases).reshape(x.shape)
+        weights = Weights(*first, _down_t(self.down_proj), *biases)
+        return ops.sparse_ffn(rows, weights, ops.choose(len(rows))).reshape(x.shape)
 
 
 def _takes(rows: Tensor, parts: tuple[nn.Module, ...]) -> bool:
@@ -50,9 +52,9 @@ def _takes(rows: Tensor, parts: tuple[nn.Module, ...]) -> bool:
     return one_type and ops.takes(rows, parts[0].out_features)
 
 
-def _neuron_major(part: nn.Linear) -> Tensor:
-    """The weight [K, N] with strides (1, K); one copy is kept."""
+def _down_t(part: nn.Linear) -> Tensor:
+    """The transposed weight [N, K], contiguous; one copy is kept."""
     if torch.compiler.is_compiling():
-        return part.weight.detach().t().contiguous().t()
+        return part.weight.detach().t().contiguous()
     store_neuron_major(part)
-    return part.weight
+    return part.weight.t()
