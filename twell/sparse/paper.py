@@ -38,5 +38,6 @@ def ffn_twell(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, comp
 
 @ffn_twell.register_fake
 def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=8):
+    gate.check_compression(compression)
     check_tensors(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
     return empty_output(x)
