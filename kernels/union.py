@@ -434,25 +434,6 @@ def chunk_tokens(intermediate_size: int) -> int:
     return 256 * max(1, WORKSPACE_BYTES // (g_and_h + bits + unions))
 
 
-def _chunk(
-    x: Tensor,
-    x_scale: Tensor | None,
-    y: Tensor,
-    weights: Weights,
-    block_m: int,
-    activity: Tensor | None,
-) -> None:
-    """One chunk of tokens, x and y [M, K]; a function, so that its workspace is freed."""
-    num_tokens, intermediate_size = x.shape[0], weights.w_up.shape[0]
-    unions = empty_unions(num_tokens, intermediate_size, block_m, x.device)
-    scales = x_scale, weights.first_scale
-    options = dict(zero=unions.queue, scales=scales, threshold=weights.act.threshold)
-    g, bits = gate_bits(x, *weights.first, by_neuron=True, **options)
-    make_lists(bits, unions, num_tokens, intermediate_size, block_m, activity)
-    h = up(x, weights, g, unions, block_m, x_scale)
-    down(h, weights.w_down_t, weights.b_down, unions, y)
-
-
 def ffn(
     x: Tensor,
     weights: Weights,
@@ -463,15 +444,22 @@ def ffn(
 ) -> Tensor:
     """The layer by unions: y [M, K] of x [M, K], M at least 1.
 
-    g and h are rounded to y.dtype, u is not. `activity`: see `sparse_ffn`. Workspace:
-    4 bytes for each token and neuron, and 9/64 more for bits and lists. Tokens are taken in chunks
+    g and h are rounded to y.dtype, u is not. `activity`: see `sparse_ffn`. Workspace: 4
+    bytes for each token and neuron, and 9/64 more for bits and lists. Tokens are taken in chunks
     that keep it below WORKSPACE_BYTES, since the lengths of lists are not known.
     """
     x, x_scale = quantized(x, x_scale, weights)
     y = empty_output(x) if out is None else out
-    num_tokens, most = x.shape[0], chunk_tokens(weights.w_up.shape[0])
-    block_m = block_tokens(fp8=weights.w_up.itemsize == 1)
+    num_tokens, num_neurons = len(x), len(weights.w_up)
+    most, block_m = chunk_tokens(num_neurons), block_tokens(fp8=weights.w_up.itemsize == 1)
     size = round_up(cdiv(num_tokens, cdiv(num_tokens, most)), 256)
-    for chunk in chunks(size, x, x_scale, y):
-        _chunk(*chunk, weights, block_m, activity)
+    for tokens, scale, out in chunks(size, x, x_scale, y):
+        unions = empty_unions(len(tokens), num_neurons, block_m, x.device)
+        scales = scale, weights.first_scale
+        options = dict(zero=unions.queue, scales=scales, threshold=weights.act.threshold)
+        g, bits = gate_bits(tokens, *weights.first, by_neuron=True, **options)
+        make_lists(bits, unions, len(tokens), num_neurons, block_m, activity)
+        h = up(tokens, weights, g, unions, block_m, scale)
+        down(h, weights.w_down_t, weights.b_down, unions, out)
+        del unions, g, bits, h  # before the next chunk allocates its own
     return y
