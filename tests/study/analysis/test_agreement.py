@@ -4,7 +4,6 @@ import pandas as pd
 import pytest
 
 from study import analysis
-from study.analysis import quantities
 from tests.factories.analysis import make_run, make_trace, tables
 from twell import results
 
@@ -44,10 +43,3 @@ def test_what_all_models_share_is_no_accident():
     assert every.loc["first_two_least"].tolist() == [3, 4, "in some"]
     assert every.loc["ten_times"].tolist() == [4, 5, "in some"]
     assert seeds.loc["no_overflow", "models"] == 2  # of those that were traced
-    numbers = quantities.shared_findings(table, "m", "m-* low")
-    assert (numbers["level_ten_times_holds"], numbers["level_ten_times_models"]) == (3, 4)
-    assert (numbers["all_ten_times_holds"], numbers["all_ten_times_models"]) == (4, 5)
-    assert numbers["ten_times_models"] == 3 and numbers["level_settings"] == 2
-    nothing = analysis.shared(analysis.findings(*tables(runs[-1]), kept[:0], 0.6).reindex(
-        columns=list(analysis.FINDINGS)))  # fmt: skip
-    assert set(nothing["verdict"]) == {""}

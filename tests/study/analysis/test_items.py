@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from study import analysis
-from study.analysis import quantities
 from tests.factories import SEED
 from tests.factories.analysis import evaluation
 
@@ -33,13 +32,9 @@ def test_answers_are_paired_over_items_and_seeds():
     single = of([0.6], [0.3])
     assert single["verdict"] == "one seed" and np.isnan(single["seeds"])
     assert not of([0.2] * 3, [0.2] * 3)["above_chance"]
-    table = analysis.paired_runs(pd.concat([answers("d", 0.6), answers("s", 0.3)]), ["d"], ["s"])
     with pytest.raises(ValueError, match="arc_easy has 400 items in d, 399 in s"):
         parts = [answers("d", 0.6), answers("s", 0.3)[1:]]
         analysis.paired_runs(pd.concat(parts), ["d"], ["s"])
-    numbers = quantities.paired(table)
-    assert numbers["paired_tasks"] == 1 and not numbers["paired_settled"]
-    assert quantities.paired(analysis.paired_runs(pd.DataFrame(columns=["run"]), [], [])) == {}
 
 
 def marked(correct, data="items.jsonl"):

@@ -7,7 +7,6 @@ import scipy.interpolate
 import scipy.stats
 
 from study import analysis
-from study.analysis import measured, quantities
 from tests.factories.analysis import made, make_run, tables
 from twell import results
 
@@ -88,10 +87,6 @@ def test_the_line_over_doublings_has_intervals():
     assert row["slope_limit"] == pytest.approx(scipy.stats.t.ppf(0.975, 3) * fit.stderr)
     assert row["bend"] == pytest.approx(2 * np.polyfit(doublings, change, 2)[0])
     assert row["later_bend"] == pytest.approx(2 * np.polyfit(doublings[1:], change[1:], 2)[0])
-    numbers = quantities.trended(analysis.trend(*tables(*runs)), 1e-3)
-    assert numbers["trend_last"] == 300 and numbers["trend_bend"] == row["bend"]
-    assert quantities.trended(analysis.trend(*tables(*runs)), 1e-3, "low")["low_last"] == 300
-    assert quantities.trended(analysis.trend(*NOTHING), 1.0) == {}
 
     exact = dict(zip(tokens.astype(int), bent, strict=True))
     near, wide = (
@@ -137,68 +132,10 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     loss = scipy.interpolate.pchip_interpolate([0, 100, 200, 300], [9, 5, 3, 2.5], 140)
     assert loss < 4.2  # by a straight line
     assert analysis.reached(bent, loss)["tokens"].item() == pytest.approx(140)
-    # In the second half 50 tokens/s over 10; with imposed activity 8 ms over 4.
-    rows = pd.DataFrame({"provider": ["triton union torch.compile"], "speedup": 2.0, "active": 9.0})
-    rows = rows.assign(device="d", model="m")
-    stepped = measured.stepped([raced], pd.concat([rows, rows.assign(model="n")]), "a", "m")
-    assert stepped == pytest.approx(
-        {
-            "a_step": 400,
-            "a_step_limit": np.nan,
-            "a_step_least": 400,
-            "a_step_most": 400,
-            "a_step_runs": 1,
-            "a_step_imposed": 100,
-            "a_step_active": 9,
-            "a_step_device": "d",
-        },
-        nan_ok=True,
-    )
-    assert (
-        measured.stepped([raced], rows, "a", "n")
-        == {}
-        == measured.stepped([raced], rows[:0], "a", "m")
-    )
-    slower = analysis.race(
-        *tables(
-            racer("a", [10, 10], [6, 5, 4], backend="auto"),
-            racer("b", [20, 50], [7, 5, 3], backend="dense"),
-        )
-    )
-    assert measured.stepped([slower], rows, "a", "m")["a_step"] == pytest.approx(-80)
-    both = measured.stepped([raced, slower, raced[:0]], rows, "a", "m")
-    limit = scipy.stats.t.ppf(0.975, 1) * np.std([400, -80], ddof=1) / np.sqrt(2)
-    assert both["a_step"] == pytest.approx(160) and both["a_step_runs"] == 2
-    assert [both["a_step_least"], both["a_step_most"]] == pytest.approx([-80, 400])
-    assert both["a_step_limit"] == pytest.approx(limit)
+    assert analysis.late_gain(raced) == pytest.approx(400)  # 50 tokens/s over 10
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="a race is of one model.*num_layers"):
         analysis.race(*tables(slow, other))
     nothing = analysis.race(*NOTHING)
     assert nothing.empty and analysis.reached(nothing).empty
 
-
-def test_the_numbers_of_a_race():
-    """The dense run has the sparse one's last loss, 3.2 nats, in the middle of its last 10 seconds.
-
-    With 1% of noise in its loss it is there a second and more sooner or later.
-    """
-    slow = racer("a", [10, 10], [3.5, 3.3, 3.1], backend="dense")
-    fast = racer("b", [20, 50], [3.6, 3.4, 3.2], backend="auto")
-    raced = analysis.race(*tables(fast, slow))
-    seeds = (made(f"s-{n}", 0.0, n / 5, 20.0, 5, seed=n) for n in range(3))
-    noise = analysis.sweep(*tables(*seeds))
-    numbers = quantities.raced(raced, noise)
-    assert numbers["race_first"] * 60 == pytest.approx(15) and numbers["race_second"] * 60 == 7
-    assert numbers["early_first"] * 60 == 10 and numbers["early_second"] * 60 == pytest.approx(6)
-    assert numbers["race_change"] == pytest.approx(100 * (3.2 / 3.1 - 1))
-    assert numbers["race_train_change"] == pytest.approx(100 * (2.2 / 2.1 - 1))
-    assert numbers["race_second_name"] == "auto, L1 = 1e-3"
-    assert numbers["race_second_tokens"] == 200 / 1e6
-    assert numbers["race_first_gb"] == 10 and numbers["race_second_gb"] == 50
-    limit = analysis.noise_limit(noise, "cross_entropy_change", 1, 1)
-    by = 10 * 3.2 * limit / 100 / 0.2  # seconds: 0.2 nats take ten
-    assert numbers["race_change_limit"] == limit and 1 < by < 5
-    assert numbers["race_latest"] * 60 == pytest.approx(15 + by)
-    assert numbers["race_soonest"] * 60 == pytest.approx(15 - by)
-    assert quantities.raced(raced[raced["run"] == "a"], noise) == {}

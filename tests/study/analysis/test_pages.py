@@ -4,8 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from study import analysis
-from study.analysis import pages
+from study import analysis, pages
 from tests.factories.analysis import (
     BASE,
     decode_rows,

@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from study import analysis
-from study.analysis import claims, quantities
 from tests.factories.analysis import (
     BASE,
     COMPILED,
@@ -97,59 +96,6 @@ def test_speed_beside_quality():
     in_bf16 = speeds[~speeds["side"].str.contains("FP8")]
     for one, other in ((in_bf16, quality), (speeds, EMPTY), (speeds[:0], quality)):
         assert analysis.speed_and_quality(one, other).empty
-
-
-def printed(numbers):
-    return {row["name"]: row["ours"] for row in claims.rows("fp8", numbers)}
-
-
-def test_claims_of_what_was_measured():
-    times = {BASE: 8.0, BY_ROWS: 6.0, TORCHAO: 5.0, UNION: 2.0, ROWWISE: 3.0}
-    layers = together(
-        speed_rows(131_072, 29.0, times),
-        speed_rows(131_072, 29.0, {BASE: 1.0, UNION: 2.0}, pattern="even"),
-        speed_rows(1, 34.0, {BASE: 3.0, "triton decode FP8": 1.0}, mode="graph", weight_sets=8),
-        speed_rows(65_536, 40.0, times, hidden_size=3072, intermediate_size=8192),
-    )
-    names = ["dense torch.compile", "dense FP8 torch.compile", "triton FP8 torch.compile"]
-    passes = model_rows(dict(zip(names, [9.0, 6, 3], strict=True)), 24.0, energy=[9.0, 8, 6])
-    decode = decode_rows(dict(zip(names, [4.0, 5, 2], strict=True)), batch=8)
-    quality = quality_rows([0.0, 0.004, 0.002, 0.009, 0.007])
-    large = [
-        quality_rows([0.0, 0.1, 0.3, 0, 0], model=f"m{n}", active=n, parameters=9e7) for n in (5, 7)
-    ]
-    evaluated = [
-        evaluation("a", gain=gain, backend=backend, dtype=dtype)
-        for backend in ("dense", "triton")
-        for dtype, gain in (("bfloat16", 0.02), ("FP8", 0.05 if backend == "dense" else 0.01))
-    ]
-    tables = layers, passes, decode
-    functions = analysis.speedups, analysis.model_speedups, analysis.decode_speedups
-    fastest = [analysis.fastest(of(table)) for of, table in zip(functions, tables, strict=True)]
-    quality = analysis.fp8_quality(together(quality, *large))
-    evaluated = analysis.evaluations(evaluated)
-    ours = printed(quantities.fp8(*fastest, quality, evaluated))
-    assert ours == {
-        "fp8_large": "4.00 times dense bf16, 2.50 times dense FP8",
-        "fp8_wide": "4.00 times dense bf16, 2.50 times dense FP8",
-        "fp8_ffn": "+200% tokens/s over bf16, +100% over dense FP8",
-        "fp8_energy_ffn": "−33% energy over bf16, −25% over dense FP8",
-        "fp8_decode_8": "+100% tokens/s over bf16, +150% over dense FP8",
-        "fp8_cost_shipped": "+0.0020 nats (+0.0018 to +0.0024)",
-        "fp8_cost_shipped_over": "−0.0020 nats (−0.0024 to −0.0018)",
-        "fp8_cost_first": "+0.3000 nats (+0.2700 to +0.3600)",
-        "fp8_cost_first_over": "+0.2000 nats (+0.2400 to +0.1800)",
-        "fp8_cost_second": "+0.3000 nats (+0.2700 to +0.3600)",
-        "fp8_cost_second_over": "+0.2000 nats (+0.2400 to +0.1800)",
-        "fp8_tasks_sparse": "−1.0 to −1.0 points",
-        "fp8_tasks_dense": "+3.0 to +3.0 points",
-    }
-    numbers = quantities.fp8(*fastest, quality, evaluated)
-    assert (numbers["large_by"], numbers["large_path"]) == ("torchao", "union")
-    assert (numbers["first_model"], numbers["second_model"]) == ("m7", "m5")
-    # One token has no dense FP8 beside it.
-    assert numbers["one_sparse"] == 3 and np.isnan(numbers["one_over"])
-    assert printed(quantities.fp8(*[EMPTY] * 5)) == {}
 
 
 def test_rounding_is_told_apart_from_fp8():

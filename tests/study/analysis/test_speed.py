@@ -5,7 +5,6 @@ import pandas as pd
 import pytest
 
 from study import analysis
-from study.analysis import quantities
 from tests.factories.analysis import (
     BASE,
     COMPILED,
@@ -215,11 +214,6 @@ def test_trained_models_beside_imposed_activity():
     row = table[(table["model"] == "flagship-x") & (table["provider"] == COMPILED[1])].iloc[0]
     assert (row["active"], row["imposed_active"]) == (29, 31)
     assert (row["speedup"], row["imposed_speedup"], row["verdict"]) == (2, 2.5, "higher")
-    numbers = quantities.flattered(table, table[:0])
-    assert numbers["flagship_forward"] == 100 and numbers["flagship_forward_imposed"] == 150
-    ends = numbers["flagship_forward_low"], numbers["flagship_forward_high"]
-    assert ends == pytest.approx((100 * (9.9 / 4.1 - 1), 100 * (10.1 / 3.9 - 1)))
-    assert numbers["recipe_forward_verdict"] == "alike" and "flagship_decode" not in numbers
 
 
 def test_decoding_by_documents_and_tuning():
