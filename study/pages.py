@@ -13,9 +13,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from study.analysis.bench import Bench
 from study.analysis.quantized import DENSE_FP8_BY, fastest, fp8_quality, of_fp8_calls, side_of
-from study.analysis.speed import at_level, decode_speedups, model_speedups, near_level, speedups
+from study.analysis.speed import (
+    Bench,
+    at_level,
+    decode_speedups,
+    model_speedups,
+    near_level,
+    speedups,
+)
 from twell.measure import providers
 
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]

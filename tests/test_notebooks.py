@@ -25,20 +25,19 @@ NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipy
 FIGURES = {
     "00_paper": "",
     "01_format": "fig01_formats fig01_bytes",
-    "02_sparsity": "fig02_training_curves fig03_frontier frontier over_tokens"
+    "02_sparsity": "fig02_training_curves fig03_frontier over_tokens"
     " fig09_activity_over_training fig08_remedies",
-    "03_layerwise": "fig06_layers fig10_layers_dense fig11_layers_sparsest",
+    "03_layerwise": "fig06_layers",
     "04_tokens": "fig07a_tokens fig07b_positions fig07_passage",
-    "05_speedup": "ffn_activity ffn_tokens ffn_roofline ffn_training fp8_quality",
-    "06_downstream": "table6_tasks fig03_accuracy paired_tasks",
+    "05_speedup": "ffn_activity ffn_tokens ffn_training fp8_quality",
+    "06_downstream": "paired_tasks",
     "07_inspect": "inspect_specific inspect_surprise inspect_silenced inspect_passage",
     "08_models": "table1_scale overview fig04_levels fig05_levels fig06_contributions"
-    " fig10_contributions fig11_contributions fig06_trained model_parts model_decode decode_parts",
-    "09_training_choices": "choices_frontier scale_activity flagship race processes",
-    "10_clusters": "cluster_costs",
+    " model_parts model_decode",
+    "09_training_choices": "scale_activity race",
+    "10_clusters": "",
     "11_one_word": "around_word",
-    "12_pretrained": "relufied_course relufied_price relufied_tasks relufied_tokens"
-    " relufied_frontier gains_by_share",
+    "12_pretrained": "relufied_frontier",
 }
 # These compute with a model, so their pages differ a little from machine to machine.
 MODEL = "01_format", "04_tokens", "06_downstream", "07_inspect", "11_one_word"

@@ -82,15 +82,11 @@ def training_costs(
 ) -> pd.DataFrame:
     """Return one row a provider, number of GPUs and sharding, for a training of `tokens` tokens.
 
-    rows: of data/bench/train_step.csv; taken are those of `model` and the paper's profile whose
-    activity is nearest to `active` neurons per token and layer, of one call.
-    Columns: active (of the measured step), gpus, shards, sequences (of a GPU and step), compute and
-    send (ms of a step), sent_gb (of a GPU and step), hours where sending overlaps computing and
-    hours_apart where it does not, efficiency (%, of the first), energy (MWh of the GPUs), memory
-    (GB of a GPU).
-
-    Raises ValueError where there is no row of about this activity, for numbers that are not above
-    0, and for GPUs that cannot share a step's sequences or fill nodes.
+    rows: of data/bench/train_step.csv, of which the one call counts whose activity is nearest to
+    `active` neurons per token and layer. compute and send are ms of a step, sent_gb is of a GPU and
+    step; hours is the training where sending overlaps computing, hours_apart where it does not;
+    efficiency is in %, energy in MWh of all GPUs, memory in GB of one. Raises ValueError where no
+    step of about this activity was measured, and for GPUs that cannot share a step.
     """
     gpus = [gpus] if isinstance(gpus, int) else gpus
     given = {"active": [active], "tokens": [tokens], "batch_tokens": [batch_tokens], "gpus": gpus}

@@ -337,11 +337,11 @@ def together(*frames):
 
 # --- evaluations ------------------------------------------------------------------------------
 
-CHANCE = {task: 0.25 for task in analysis.TASKS}
+CHANCE = {task: 0.25 for task in (*analysis.TASKS, analysis.MEAN)}
 CHANCE |= {"piqa": 0.5, "winogrande": 0.5, "commonsense_qa": 0.2, "paper7": 0.3143}
 
 
-def evaluation(name="small", l1=0.0, gain=0.0, tasks=tuple(analysis.TASKS), **changes):
+def evaluation(name="small", l1=0.0, gain=0.0, tasks=(*analysis.TASKS, analysis.MEAN), **changes):
     """What `twell evaluate` writes, as far as tables read it.
 
     Each accuracy is chance and `gain`, with an error of 0.01.
