@@ -183,15 +183,20 @@ def answer_records(items: pd.DataFrame) -> dict[str, dict[str, np.ndarray]]:
     return records
 
 
-def paired_records(
-    one: dict[str, np.ndarray], other: dict[str, np.ndarray], draws: int = 10_000
-) -> pd.DataFrame:
+def _marks(record: dict) -> dict[str, np.ndarray]:
+    """Return the answers of a record of `results.load_evaluations` as `answer_records` does."""
+    facts = record["tasks"].items()
+    return {task: np.array([*map(int, one["correct"])]) for task, one in facts if task in TASKS}
+
+
+def paired_records(one: dict, other: dict, draws: int = 10_000) -> pd.DataFrame:
     """Return how much more accurate `one` is than `other`, on the same items of the seven tasks.
 
-    one, other: of `answer_records`. Rows: their tasks, and the mean of these. The 95% interval, low
-    to high, is from `draws` bootstrap samples of the items of each task. Raises ValueError for
-    other tasks or numbers of items.
+    one, other: of `answer_records` or `results.load_evaluations`. Rows: their tasks, and the mean
+    of these. The 95% interval, low to high, is from `draws` bootstrap samples of the items of each
+    task. Raises ValueError for other tasks or numbers of items.
     """
+    one, other = (_marks(record) if "tasks" in record else record for record in (one, other))
     sizes = [{task: len(marks) for task, marks in record.items()} for record in (one, other)]
     if sizes[0] != sizes[1]:
         raise ValueError(f"the items differ: {sizes[0]} and {sizes[1]}")
