@@ -23,10 +23,7 @@ from twell.inspector.figure import (
 
 
 def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
-    """Draw mean, 99th percentile and maximum of active neurons by layer (`analysis.per_layer`).
-
-    about: the model and the number of tokens.
-    """
+    """Draw mean, 99th percentile and maximum of active neurons by layer (`analysis.per_layer`)."""
     figure, ax = base.panel(base.COLUMN, 2.7)
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=base.ACTIVE_FLOOR)
@@ -59,12 +56,7 @@ def _decades(ax: Axes, low: float, high: float) -> None:
 
 
 def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> Figure:
-    """Draw the tokens of lowest and of highest mean activity, `num_tokens` each.
-
-    table: `analysis.per_token`; about: the model. Raises ValueError when there is no token.
-    """
-    if table.empty:
-        raise ValueError("no token is left to draw; lower min_count or trace a longer text")
+    """Draw the tokens of lowest and of highest mean activity (`analysis.per_token`)."""
     lowest, highest = table.head(num_tokens), table.iloc[num_tokens:].tail(num_tokens)
     both = pd.concat([lowest, highest])
     figure, ax = base.panel(base.COLUMN, 1.0 + 0.19 * len(both))
@@ -89,9 +81,8 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> 
 def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw mean activity against position in the sequence, log-log.
 
-    table: `analysis.by_position` of one or more traces, with the column l1_coefficient to tell them
-    apart. Thin lines are single positions, strong ones means over ranges of positions that grow
-    by a factor of _RANGE. about: the model.
+    table: `analysis.by_position` of one or more traces, with the column l1_coefficient. Strong
+    lines are means over ranges of positions that grow by a factor of _RANGE.
     """
     figure, ax = base.panel(base.COLUMN, 2.7)
     colours = base.level_colours(table["l1_coefficient"])
@@ -116,10 +107,9 @@ _RANGE = 1.25
 
 
 def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figure:
-    """Draw a passage, each token coloured by its active neurons, from `analysis.passage`.
+    """Draw a passage (`analysis.passage`), each token coloured by its active neurons.
 
-    columns: characters a line; about: the model. The scale of colours spans the middle 96% of the
-    tokens; the others have its ends.
+    columns: characters a line.
     """
     colours = inspector_colours()
     # A log scale has no zero: silent tokens get the colour of the least active ones.
@@ -141,13 +131,7 @@ def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figu
 
 
 def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure:
-    """Draw share and coverage of the neurons that are most specific to a token.
-
-    table: `analysis.specific`; about: the model and its text. Raises ValueError for an empty table.
-    """
-    if table.empty:
-        advice = "lower min_fires or min_count, or trace a longer text"
-        raise ValueError(f"no neuron fires often enough; {advice}")
+    """Draw share and coverage of the neurons most specific to a token (`analysis.specific`)."""
     shown = table.head(rows)
     figure, ax = base.panel(base.COLUMN, 1.0 + 0.2 * len(shown))
     y, share, coverage = np.arange(len(shown)), 100 * shown["share"], 100 * shown["coverage"]
@@ -174,8 +158,7 @@ def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure
 def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame, about: str = "") -> Figure:
     """Draw activity against surprise, and how they correlate in each layer.
 
-    bins: `analysis.by_surprise`; correlations: `analysis.surprise_correlation`; about: the model
-    and its text.
+    bins: `analysis.by_surprise`; correlations: `analysis.surprise_correlation`.
     """
     figure, ((left, right),) = base.subplots(base.PAGE, 2.7, 1, 2)
     surprise, look = bins["surprise"], {"color": base.BLUE, "alpha": 0.18, "linewidth": 0}
@@ -208,12 +191,7 @@ def fig_surprise(bins: pd.DataFrame, correlations: pd.DataFrame, about: str = ""
 
 
 def fig_silenced(table: pd.DataFrame, rows: int = 16, about: str = "") -> Figure:
-    """Draw the largest changes of the loss by silencing a neuron, from `trace.silenced_loss`.
-
-    about: the model and its text. Raises ValueError for an empty table.
-    """
-    if table.empty:
-        raise ValueError("no neuron was silenced")
+    """Draw the largest changes of the loss by silencing a neuron (`trace.silenced_loss`)."""
     order = table["loss_change"].abs().sort_values(ascending=False, kind="stable").index[:rows]
     shown = table.loc[order].sort_values("loss_change", ascending=False, kind="stable")
     figure, ax = base.panel(base.COLUMN, 0.9 + 0.17 * len(shown))
@@ -234,11 +212,8 @@ def fig_silenced(table: pd.DataFrame, rows: int = 16, about: str = "") -> Figure
 def fig_around_word(table: pd.DataFrame, word: str, about: str = "") -> Figure:
     """Draw the rise of the loss by the factor of a neuron, at each place around its word.
 
-    table: tables of `analysis.around_word` with a column factor. about: model, neuron and text.
-    Raises ValueError for an empty table.
+    table: tables of `analysis.around_word` with a column factor.
     """
-    if table.empty:
-        raise ValueError("no factor of the neuron was measured")
     figure, ax = base.panel(base.COLUMN, 2.6)
     looks = ((base.RED, "o", "-"), (base.BLUE, "D", "--"), ("0.4", "s", ":"))
     for where, (colour, marker, line) in zip(table["where"].unique(), looks, strict=False):
