@@ -32,8 +32,8 @@ def test_every_claim_has_a_number_and_a_verdict(table):
 def test_the_documents_have_the_numbers_of_the_table(data, table):
     claims = script("claims")
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
-    assert page == claims.claims_page(table, data.subjects), "run python scripts/claims.py"
-    assert claims.summary(table) in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert claims.claims_page(table, data.subjects) in page, "run python scripts/claims.py"
+    assert claims.summary(table, data.readme) in (ROOT / "README.md").read_text(encoding="utf-8")
     for name, tables in pages.tables(ROOT).items():
         text = (ROOT / "docs" / name).read_text(encoding="utf-8")
         assert all(one in text for one in tables.values()), f"{name}: run python scripts/claims.py"
