@@ -227,7 +227,7 @@ class Runner:
         waiting, succeeded = list(names), []
 
         def work(gpus: str) -> None:
-            while waiting:
+            while waiting and time.monotonic() < self.until:
                 with suppress(IndexError):
                     succeeded.append(self.part(waiting.pop(0), gpus))
 
