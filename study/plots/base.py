@@ -182,39 +182,6 @@ def bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
         ax.errorbar(x, y, ends, ecolor=color, **look)
 
 
-def apart(places: np.ndarray, gap: float) -> np.ndarray:
-    """The places, in their order, moved as little as keeps them `gap` apart within 0 and 1."""
-    order = np.argsort(places, kind="stable")
-    steps = gap * np.arange(len(places))
-    # Without the gaps, rising values are wanted: the mean of each group that would overlap.
-    groups: list[list[float]] = []
-    for place in places[order] - steps:
-        groups.append([place])
-        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    rising = np.concatenate([[np.mean(group)] * len(group) for group in groups])
-    moved = np.empty(len(places))
-    moved[order] = np.clip(rising, 0, max(1 - steps[-1], 0)) + steps
-    return moved
-
-
-def end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tuple]]) -> None:
-    """Name lines at the right end of a panel whose limits are set: height, text and colour."""
-    size = 6.5
-    height = ax.get_position().height * ax.figure.get_figheight()  # inches
-    to_axes = ax.transData + ax.transAxes.inverted()
-    x = ax.get_xlim()[1]
-    true = np.array([to_axes.transform((x, y))[1] for y, _, _ in ends])
-    for at, moved, (_, text, colour) in zip(
-        true, apart(true, 1.3 * size / 72 / height), ends, strict=True
-    ):
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 0}
-        look = {"arrowprops": line | {"relpos": (0, 0.5)}, "fontsize": size, "va": "center"}
-        places = (1, at), (1.06, moved), "axes fraction", "axes fraction"
-        ax.annotate(text, *places, annotation_clip=False, **look)
-    note(ax, title, (1.06, 1), (0, 5), xycoords="axes fraction", fontsize=size, va="bottom")
-
-
 def png(figure: Figure, dpi: int = _DPI) -> bytes:
     """A figure as PNG with 256 colours, a third of the size; with all where these would differ."""
     buffer = io.BytesIO()

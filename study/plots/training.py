@@ -48,14 +48,11 @@ def _of_training(ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(6))
 
 
-def _name_levels(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
-    """Write the level of L1 at the end of each line; of a level with several runs at the first."""
-    colours, ends = base.level_colours(curves["l1_coefficient"]), []
-    for l1, some in curves.groupby("l1_coefficient"):
-        first = some[some["run"] == some["run"].iloc[0]]
-        ends.append((first["value"].tail(window).mean(), analysis.level_name(l1), colours[l1]))
-    ax.set_xlim(right=curves["tokens"].max() / 1e6)
-    base.end_labels(ax, "L1", ends)
+def _name_levels(figure: Figure, curves: pd.DataFrame) -> None:
+    """Name the colours of the levels of L1 at the right of the panels."""
+    colours = base.level_colours(curves["l1_coefficient"])
+    lines = {analysis.level_name(l1): base.key(colour) for l1, colour in colours.items()}
+    base.legend(figure, "right center", lines, title="L1")
 
 
 def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
@@ -72,7 +69,7 @@ def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
     over = curves.assign(value=curves["value"] - there)
     for ax, lines in ((left, curves), (right, over)):
         _level_lines(ax, lines, window)
-    _name_levels(right, over, window)  # at the left they end too near to each other
+    _name_levels(figure, curves)
     left.set_ylabel("training cross-entropy (nats)")
     right.set_ylabel(f"cross-entropy minus L1 = {analysis.level_name(lowest)} (nats)")
     means = "Running means over 5% of a run."
@@ -153,9 +150,7 @@ def fig09_activity_over_training(
     if len(dead):
         _level_lines(right, dead)
     _over_training(left, right, dead)
-    _name_levels(left, active)
-    if len(dead):
-        _name_levels(right, dead)
+    _name_levels(figure, active)
     silent = f"A dead neuron was silent for {window_tokens:,} tokens."
     base.caption(figure, base.sentence(about), _runs_a_level(active), silent)
     return figure
