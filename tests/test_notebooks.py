@@ -244,7 +244,7 @@ def test_figures_without_data_are_named(name, given, drawn, missing, figures):
 )
 def test_a_lesson_without_its_numbers_says_so(name, given, message, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "paper.yaml").touch()
+    shutil.copy(ROOT / "data" / "paper.yaml", tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=message):
         execute(name, **given)
