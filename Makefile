@@ -101,7 +101,7 @@ test: $(VENV)/triton-older/installed
 endif
 
 installed: $(VENV)/installed
-	$(BIN)/python scripts/installed.py
+	$(BIN)/python -m tests.installed
 
 ifndef SEED
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import posixpath
@@ -22,9 +21,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE, SITE, EXECUTED = Path("build/site-source"), Path("build/site"), Path("build/notebooks")
-
 SHIPPED = Path("data/checkpoints/twell-6m")
 ATLAS = '<p><a href="atlas/index.html">An atlas of the shipped model: all its neurons</a></p>'
+WIDGET = "application/vnd.jupyter.widget-view+json"
 
 FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})[^\n]*\n.*?(?:^ {0,3}\1[`~]*[ \t]*$|\Z)", re.M | re.S)
 CODE = re.compile(r"(?<!`)(`+)(?!`)(?:(?!\n[ \t]*\n).)+?(?<!`)\1(?!`)", re.S)
@@ -96,6 +95,10 @@ class Pages:
                 place.write_text(written, encoding="utf-8")
             done.update(left)
 
+    def place(self, page: str) -> str:
+        """Return where a page of the repository stands in the source of the site."""
+        return "index.md" if page == "README.md" else page
+
     def _text(self, page: str) -> str:
         text = self.linked(page, (self.root / page).read_text(encoding="utf-8"))
         if page == "README.md":
@@ -106,12 +109,8 @@ class Pages:
             text = text.split("\n---\n", 1)[-1]
         return f"---\norphan: true\n---\n\n{text}"
 
-    def place(self, page: str) -> str:
-        """Where a page of the repository stands in the source of the site."""
-        return "index.md" if page == "README.md" else page
-
     def _file(self, path: str) -> str | None:
-        """The file that a target means: of a folder its page, of a lesson its notebook."""
+        """Return the file that a target means: of a folder its page, of a lesson its notebook."""
         lesson = f"notebooks/{Path(path).stem}.ipynb"
         if posixpath.dirname(path) == "docs/lessons" and lesson in self.waiting:
             return lesson
@@ -146,52 +145,28 @@ class Pages:
         return text
 
     def _notebook(self, page: str) -> str:
-        """An executed notebook; the page that its cell wrote takes the place of a widget."""
+        """Return an executed notebook without papermill's parameters.
+
+        The page that a widget's cell wrote takes the place of the widget.
+        """
         path = self.root / EXECUTED / Path(page).name
         notebook = json.loads(path.read_text(encoding="utf-8"))
         notebook["metadata"].pop("widgets", None)
-        keep_own_parameters(notebook)
-        for cell in notebook["cells"]:
+        cells = notebook["cells"]
+        own = [one for one in cells if "injected-parameters" not in one["metadata"].get("tags", ())]
+        notebook["cells"] = own
+        for cell in own:
             if cell["cell_type"] == "markdown":
                 cell["source"] = self.linked(page, "".join(cell["source"]))
             for output in cell.get("outputs", []):
-                if "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
-                    output["data"] = self._instead_of_widget(cell, page)
+                if WIDGET in output.get("data", {}):
+                    written = re.search(r"`([\w/.-]+\.html)`", json.dumps(cell["outputs"]))[1]
+                    extra = self.source / "extra" / posixpath.dirname(page)
+                    extra.mkdir(parents=True, exist_ok=True)
+                    name = Path(shutil.copy(self.root / written, extra)).name
+                    frame = f'<iframe class="inspector" src="{name}" title="{name}"></iframe>'
+                    output["data"] = {"text/html": frame}
         return json.dumps(notebook, ensure_ascii=False, indent=1)
-
-    def _instead_of_widget(self, cell: dict, page: str) -> dict:
-        written = re.search(r"`([\w/.-]+\.html)`", json.dumps(cell["outputs"]))
-        if not written or not (self.root / written[1]).is_file():
-            return {"text/plain": "The widget needs a running notebook."}
-        extra = self.source / "extra" / posixpath.dirname(page)
-        extra.mkdir(parents=True, exist_ok=True)
-        shutil.copy(self.root / written[1], extra)
-        name = Path(written[1]).name
-        return {"text/html": f'<iframe class="inspector" src="{name}" title="{name}"></iframe>'}
-
-
-def keep_own_parameters(notebook: dict) -> None:
-    """Keep the parameters that papermill set to another value than the notebook's own."""
-    own = {}
-    for cell in list(notebook["cells"]):
-        tags, lines = cell["metadata"].get("tags", []), "".join(cell["source"])
-        if "parameters" in tags:
-            own = _assigned(lines)
-        elif "injected-parameters" in tags:
-            set_here = _assigned(lines).items()
-            changed = [
-                f"{name} = {value}" for name, value in set_here if own.get(name, value) != value
-            ]
-            cell["source"] = "\n".join(["# As executed for this page", *changed])
-            if not changed:
-                notebook["cells"].remove(cell)
-
-
-def _assigned(code: str) -> dict[str, str]:
-    """The names that code assigns, and how it computes them."""
-    assignments = [node for node in ast.parse(code).body if isinstance(node, ast.Assign)]
-    names = [(target, node) for node in assignments for target in node.targets]
-    return {t.id: ast.unparse(node.value) for t, node in names if isinstance(t, ast.Name)}
 
 
 def contents(index: str) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -215,7 +190,7 @@ def toctrees(sections: list[tuple[str, list[tuple[str, str]]]]) -> str:
 
 
 def loaded_from_elsewhere(site: Path) -> list[str]:
-    """Return what pages load over a network: scripts, styles and images. It should be nothing."""
+    """Return the scripts, styles and images that pages load over a network."""
     loads = re.compile(r'<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)="((?:https?:)?//[^"]+)"')
     pages = [path for path in sorted(site.rglob("*.html")) if path.parent.name != "_static"]
     texts = ((path, path.read_text(encoding="utf-8")) for path in pages)
@@ -225,24 +200,22 @@ def loaded_from_elsewhere(site: Path) -> list[str]:
 def main() -> int:
     from sphinx.cmd.build import main as sphinx
 
+    from twell.inspector import write_atlas
+
     source, site = ROOT / SOURCE, ROOT / SITE
     Pages(ROOT, source).write()
     shutil.rmtree(site, ignore_errors=True)
     (source / "extra").mkdir(exist_ok=True)
-    doctrees = ["-c", str(ROOT / "docs"), "-d", str(ROOT / "build/site-doctrees")]
-    options = ["-q", "-W", "--keep-going", "-b", "html", *doctrees]
-    options += ["-D", f"html_extra_path={source / 'extra'}"]
-    if status := sphinx([*options, str(source), str(site)]):
+    options = ["-q", "-W", "--keep-going", "-b", "html", "-c", str(ROOT / "docs")]
+    options += ["-d", str(ROOT / "build/site-doctrees")]
+    options += ["-D", f"html_extra_path={source / 'extra'}", str(source), str(site)]
+    if status := sphinx(options):
         return status
-    from twell.inspector import write_atlas
-
     write_atlas(ROOT / SHIPPED, site / "atlas")
     if outside := loaded_from_elsewhere(site):
         print("The site would need a network:", *outside, sep="\n", file=sys.stderr)
         return 1
-    size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file()) / 1e6
-    number = len(list(site.rglob("*.html")))
-    print(f"{os.path.relpath(site / 'index.html')}: {number} pages, {size:.1f} MB")
+    print(os.path.relpath(site / "index.html"))
     return 0
 
 

@@ -132,7 +132,8 @@ def page(name: str, done: Sequence[Cell], outputs: bool = True) -> str:
         if cell.kind == "markdown":
             headings = re.findall(r"^#+ +(.+)$", cell.source, re.M)
             heading = headings[-1] if headings else heading
-            blocks.append(cell.source.replace("](../", "](../../"))  # links, seen from the page
+            links = cell.source.replace("](../", "](../../")  # seen from the page
+            blocks.append(re.sub(r"\]\((\d\d_\w+)\.ipynb", r"](\1.md", links))
             continue
         blocks.append(fenced(cell.source, "python"))
         blocks += shown(cell, heading) if outputs else []

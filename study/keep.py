@@ -47,13 +47,8 @@ BATCH_TOKENS = 2**15
 
 
 def task_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each task that the folder has. Raises ValueError if that is not clear."""
+    """Return the file of each task that the folder has."""
     found = {name: sorted(folder.glob(f"{name.removesuffix('_cloze')}*.jsonl")) for name in TASKS}
-    if not any(found.values()):
-        raise ValueError(f"{folder} has no task: no .jsonl begins with one of {', '.join(TASKS)}")
-    for name, files in found.items():
-        if len(files) > 1:
-            raise ValueError(f"{folder} has {len(files)} files of {name}; it should have one")
     return {name: files[0] for name, files in found.items() if files}
 
 
@@ -76,17 +71,11 @@ def put(task: str, item: dict) -> dict:
     """Return an item as lm-eval puts it. Of WinoGrande each choice has a query of its own."""
     query, choices = item["query"], item["choices"]
     if task == "winogrande":
-        before, blank, after = query.partition("_")
-        if not blank:
-            raise ValueError(f"an item of winogrande has no blank _: {query!r}")
+        before, _, after = query.partition("_")
         queries, choices = [before + choice for choice in choices], len(choices) * [after.strip()]
         return item | {"queries": queries, "choices": choices}
     if task == "commonsense_qa":
         letters = "ABCDE"
-        if len(choices) != len(letters):
-            raise ValueError(
-                f"an item of commonsense_qa has {len(choices)} choices, not 5: {query!r}"
-            )
         lines = [f"{letter}. {one}" for letter, one in zip(letters, choices, strict=True)]
         query = "\n".join([f"Question: {query.strip()}", *lines, "Answer:"])
         return item | {"query": query, "choices": list(letters)}

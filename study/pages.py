@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from study.analysis.bench import Bench
-from study.analysis.quantized import DENSE_FP8_BY, fastest, fp8_quality, of_fp8_calls, side_of
-from study.analysis.speed import at_level, decode_speedups, model_speedups, near_level, speedups
+from study import analysis
+from study.analysis import at_level, near_level
 from twell.measure import providers
 
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
@@ -43,29 +41,27 @@ SHAPES = {
 }
 # Shares of active neurons; else 4% and 2%.
 SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02), "": (0.09, 0.023)}
-_FEW = 1024  # tokens, and fewer
 _OTHER_DEVICE = "NVIDIA H100 80GB HBM3"  # all else is of the device with the most rows
 
 
 def tables(root: str | Path) -> dict[str, dict[str, str]]:
     """Return the tables of each page below docs/ as Markdown, from data/ of a repository."""
-    bench = Bench(Path(root) / "data" / "bench", ["ffn.csv", "model.csv", "decode.csv"])
-    layers = bench.rows("ffn.csv", speedups)
-    elsewhere = Bench(bench.folder, device=_OTHER_DEVICE).rows("ffn.csv", speedups)
-    forward = model_speedups(of_fp8_calls(bench.rows("model.csv"))).query("profile == 'paper'")
-    decode = decode_speedups(of_fp8_calls(bench.rows("decode.csv")))
+    bench = analysis.Bench(Path(root) / "data" / "bench", ["ffn.csv", "model.csv", "decode.csv"])
+    layers = bench.rows("ffn.csv", analysis.speedups)
+    other = analysis.Bench(bench.folder, device=_OTHER_DEVICE).rows("ffn.csv", analysis.speedups)
+    forward = analysis.model_speedups(analysis.of_fp8_calls(bench.rows("model.csv")))
+    decode = analysis.decode_speedups(analysis.of_fp8_calls(bench.rows("decode.csv")))
     decode = decode.query("profile == 'paper' and mode == 'graph' and not tuned")
-    quality = fp8_quality(bench.rows("quality.csv"))
     benchmarks = {
         "layer": layer(layers),
         "activity": by_activity(layers),
         "widths": by_width(layers),
         "few tokens": few_tokens(layers),
         "situations": situations(layers),
-        "h100": other_shapes(elsewhere),
+        "h100": other_shapes(other),
         "fp8 layer": fp8_layer(layers),
-        "fp8 models": fp8_models(forward, decode),
-        "fp8 quality": fp8_costs(quality),
+        "fp8 models": fp8_models(forward.query("profile == 'paper'"), decode),
+        "fp8 quality": fp8_costs(analysis.fp8_quality(bench.rows("quality.csv"))),
     }
     return {
         "benchmarks.md": benchmarks,
@@ -75,10 +71,7 @@ def tables(root: str | Path) -> dict[str, dict[str, str]]:
 
 
 def between(text: str, begin: str, end: str, content: str) -> str:
-    """Return a text with `content` between two marker lines.
-
-    Raises ValueError for a text without one of them.
-    """
+    """Return a text with `content` between two marker lines, which it has to have."""
     for marker in (begin, end):
         if marker not in text.splitlines():
             raise ValueError(f"no line {marker!r} in the text; put it where the table belongs")
@@ -88,36 +81,40 @@ def between(text: str, begin: str, end: str, content: str) -> str:
 
 
 def markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
-    """A table; columns: names between bars, a colon behind those of numbers."""
+    """Return a table; columns: names between bars, a colon behind those of numbers."""
     names = [name.strip() for name in columns.split("|")]
-    lines = [" | ".join(name.rstrip(":") for name in names)]
-    lines.append("|".join("---:" if name.endswith(":") else "---" for name in names))
-    lines += [" | ".join(map(str, row)) for row in rows]
-    head, rule, *rest = lines
-    return "\n".join([f"| {head} |", f"|{rule}|", *(f"| {line} |" for line in rest)])
+    rule = "|".join("---:" if name.endswith(":") else "---" for name in names)
+    lines = [" | ".join(map(str, row)) for row in ([name.rstrip(":") for name in names], *rows)]
+    head, *rest = (f"| {line} |" for line in lines)
+    return "\n".join([head, f"|{rule}|", *rest])
 
 
 def _number(value: float, spec: str = ".2f") -> str:
-    """A number, or a dash where it was not measured."""
+    """Return a number, or a dash where it was not measured."""
     return "–" if pd.isna(value) else f"{value:{spec}}".replace("-", "−")
 
 
+def _percent(change: float, spec: str = "+.0f") -> str:
+    return "–" if pd.isna(change) else f"{_number(change, spec)}%"
+
+
 def _time(value: float, unit: str = " ms") -> str:
-    """A time with three digits, or a dash where it was not measured."""
+    """Return a time with three digits, or a dash where it was not measured."""
     return "–" if pd.isna(value) else f"{value:#.3g}".rstrip(".") + unit
 
 
-def _best(table: pd.DataFrame) -> pd.Series | None:
-    """The fastest of the sparse paths in bf16."""
-    some = table[table["provider"].isin(SPARSE)]
-    return some.loc[some["speedup"].idxmax()] if len(some) else None
+_NOTHING = pd.Series({"speedup": np.nan, "p50": np.nan, "p50_dense": np.nan, "path": "–"})
 
 
-def _auto(
-    table: pd.DataFrame, column: str = "speedup", provider: providers.Provider = providers.AUTO
-) -> Any:
-    some = table.loc[table["provider"] == provider.name, column]
-    return some.iloc[-1] if len(some) else np.nan
+def _best(table: pd.DataFrame, of: Iterable[str] = SPARSE) -> pd.Series:
+    """Return the fastest row of some providers, by default of the sparse paths in bf16."""
+    some = table[table["provider"].isin(of)]
+    return some.loc[some["speedup"].idxmax()] if len(some) else _NOTHING
+
+
+def _auto(table: pd.DataFrame, provider: providers.Provider = providers.AUTO) -> pd.Series:
+    some = table[table["provider"] == provider.name]
+    return some.iloc[-1] if len(some) else _NOTHING
 
 
 def _named(path: str) -> str:
@@ -128,7 +125,7 @@ def _named(path: str) -> str:
 
 
 def layer_case(table: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Return the rows of one of CASES. Raises KeyError for another name."""
+    """Return the rows of one of CASES."""
     tokens, pattern, mode, active, gated = CASES[name]
     neurons = 5632 if gated else 8192
     query = f"gated == {gated} and hidden_size == 2048 and intermediate_size == {neurons} and "
@@ -142,10 +139,9 @@ def layer(table: pd.DataFrame) -> str:
     for name in CASES:
         case = layer_case(table, name)
         best = _best(case)
-        if best is not None:
-            times = _time(best["p50_dense"]), _time(best["p50"])
-            gains = _number(best["speedup"]), _number(_auto(case))
-            rows.append((name, _named(best["path"]), *times, *gains))
+        times = _time(best["p50_dense"]), _time(best["p50"])
+        gains = _number(best["speedup"]), _number(_auto(case)["speedup"])
+        rows.append((name, _named(best["path"]), *times, *gains))
     columns = "tokens, activity | path | dense: | sparse: | speed-up: | `auto`, speed-up:"
     return markdown(columns, rows)
 
@@ -153,16 +149,12 @@ def layer(table: pd.DataFrame) -> str:
 def by_activity(table: pd.DataFrame) -> str:
     """Return the speed-up of the best sparse path by active neurons."""
     cases = [(pattern, tokens) for pattern in ("skewed", "even") for tokens in (131_072, 16_384)]
-    rows = []
-    for level in (1, 3, 10, 29, 60, 100, 200, 300, 600):
-        cells = []
-        for pattern, tokens in cases:
-            query = (
-                f"{USUAL} and mode == 'stream' and tokens == {tokens} and pattern == '{pattern}'"
-            )
-            best = _best(near_level(table.query(query), level))
-            cells.append("–" if best is None else _number(best["speedup"]))
-        rows.append((level, *cells))
+    query = f"{USUAL} and mode == 'stream' and tokens == {{1}} and pattern == '{{0}}'"
+    some = [table.query(query.format(*case)) for case in cases]
+    rows = [
+        (level, *(_number(_best(near_level(one, level))["speedup"]) for one in some))
+        for level in (1, 3, 10, 29, 60, 100, 200, 300, 600)
+    ]
     names = " | ".join(f"{pattern}, {tokens:,} tokens:" for pattern, tokens in cases)
     return markdown(f"active: | {names}", rows)
 
@@ -176,45 +168,38 @@ def by_width(table: pd.DataFrame) -> str:
         for tokens, mode in ((2048, "graph"), (16_384, "stream"), (65_536, "stream")):
             query = f"{shape} and pattern == 'skewed' and tokens == {tokens} and mode == '{mode}'"
             case = near_level(table.query(query), active)
-            gains = case.loc[case["provider"] == providers.UNION.name, "speedup"]
-            cells.append(_number(gains.iloc[-1] if len(gains) else np.nan))
+            cells.append(_number(_auto(case, providers.UNION)["speedup"]))
         rows.append((f"{width} x {neurons}", active, *cells))
     return markdown("K x N | active: | 2,048 tokens, graph: | 16,384: | 65,536:", rows)
 
 
 def few_tokens(table: pd.DataFrame) -> str:
     """Return up to 1,024 tokens in CUDA graphs; auto in FP8 is beside the fastest dense FP8."""
-    few = table.query(f"{USUAL} and pattern == 'skewed' and mode == 'graph' and tokens <= {_FEW}")
+    few = table.query(f"{USUAL} and pattern == 'skewed' and mode == 'graph' and tokens <= 1024")
     rows = []
     for tokens, case in at_level(few, 29).groupby("tokens"):
-        best = _best(case)
-        if best is not None:
-            times = (_time(1e3 * best[column], "") for column in ("p50_dense", "p50"))
-            path = _auto(case, "path")
-            cells = _number(best["speedup"]), path if isinstance(path, str) else "–"
-            ms, gain = (_auto(case, name, providers.AUTO_FP8) for name in ("p50", "speedup"))
-            dense = case.loc[case["provider"].map(side_of) == "dense FP8", "speedup"].max()
-            cells += _time(1e3 * ms, ""), _number(gain / dense)
-            rows.append((f"{tokens:,}", _named(best["path"]), *times, *cells))
+        best, in_fp8 = _best(case), _auto(case, providers.AUTO_FP8)
+        times = (_time(1e3 * best[column], "") for column in ("p50_dense", "p50"))
+        dense = case.loc[case["provider"].map(analysis.side_of) == "dense FP8", "speedup"].max()
+        cells = _number(best["speedup"]), _auto(case)["path"], _time(1e3 * in_fp8["p50"], "")
+        over = _number(in_fp8["speedup"] / dense)
+        rows.append((f"{tokens:,}", _named(best["path"]), *times, *cells, over))
     columns = "tokens: | best sparse path | dense, us: | sparse, us: | speed-up: | `auto` takes | "
     return markdown(f"{columns}`auto` in FP8, us: | over dense FP8:", rows)
 
 
 def situations(table: pd.DataFrame) -> str:
     """Return auto beside compiled dense in calls one after the other, eager and compiled."""
-    few = table.query(f"{USUAL} and pattern == 'skewed' and mode in ('eager', 'compiled')")
+    modes = "eager", "compiled"
+    few = table[table["mode"].isin(modes)].query(f"{USUAL} and pattern == 'skewed'")
     rows = []
     for tokens, case in at_level(few, 29).groupby("tokens"):
         cells = []
-        for mode in ("eager", "compiled"):
-            of_mode = case[case["mode"] == mode]
-            for name in ("p50_dense", "p50"):
-                cells.append(_time(1e3 * _auto(of_mode, name), ""))
-            cells.append(_number(_auto(of_mode)))
+        for auto in (_auto(case[case["mode"] == mode]) for mode in modes):
+            times = (_time(1e3 * auto[name], "") for name in ("p50_dense", "p50"))
+            cells += [*times, _number(auto["speedup"])]
         rows.append((f"{tokens:,}", *cells))
-    columns = " | ".join(
-        f"{mode}, dense: | {mode}, `auto`: | speed-up:" for mode in ("eager", "compiled")
-    )
+    columns = " | ".join(f"{mode}, dense: | {mode}, `auto`: | speed-up:" for mode in modes)
     return markdown(f"tokens: | {columns}", rows)
 
 
@@ -225,19 +210,14 @@ def other_shapes(table: pd.DataFrame) -> str:
         shape = table[(table["hidden_size"] == width) & (table["intermediate_size"] == neurons)]
         shape = shape[shape["pattern"] == f"skewed {kind}".strip()]
         for share in SHARES.get(kind, (0.04, 0.02)):
-            lines = {"best sparse path": [], "`auto`": []}
-            for tokens in (1, 64, 2048, 65_536):
-                # At one token the number of active neurons varies most.
-                case = near_level(shape[shape["tokens"] == tokens], share * neurons)
-                best = _best(case)
-                lines["best sparse path"].append(np.nan if best is None else best["speedup"])
-                lines["`auto`"].append(_auto(case))
-            case = f"{name}, {width} x {neurons}", f"{round(100 * share, 1):g}%"
-            rows += [
-                (*case, what, *map(_number, gains))
-                for what, gains in lines.items()
-                if not np.isnan(gains).all()
-            ]
+            # At one token the number of active neurons varies most.
+            tokens = (shape[shape["tokens"] == number] for number in (1, 64, 2048, 65_536))
+            cases = [near_level(some, share * neurons) for some in tokens]
+            label = f"{name}, {width} x {neurons}", f"{round(100 * share, 1):g}%"
+            for what, of in (("best sparse path", _best), ("`auto`", _auto)):
+                gains = [of(case)["speedup"] for case in cases]
+                if not np.isnan(gains).all():
+                    rows.append((*label, what, *map(_number, gains)))
     return markdown("layer | active: | computed by | 1: | 64: | 2,048: | 65,536:", rows)
 
 
@@ -254,79 +234,30 @@ def serving(table: pd.DataFrame) -> str:
     The bound of all feed-forward kernels is a model without these layers.
     """
     rows, table = [], table[table["model"] == "2b"]
-    for (graphs, attention, _), case in table.groupby(
-        ["cuda_graph", "attention", "date"], sort=False
-    ):
+    by = ["cuda_graph", "attention", "date"]
+    for (graphs, attention, _), case in table.groupby(by, sort=False):
         # By itself, transformers takes graphs where it has flash attention.
         takes = attention == "flash" if graphs == "default" else str(graphs) == "True"
         way = "CUDA graphs" if takes else "eager"
-        of_dense = case["provider"] == providers.DENSE_EAGER.name
-        dense = case.loc[of_dense, "requests_per_second"].item()
+        speeds = case.set_index("provider")["requests_per_second"]
+        dense = speeds[providers.DENSE_EAGER.name]
         for row in case.to_dict("records"):
-            by, speed = _SERVED_BY[row["provider"]], row["requests_per_second"]
+            name, speed = _SERVED_BY[row["provider"]], row["requests_per_second"]
             times = (f"{row[name]:,.0f}" for name in ("first_token", "first_token_p95"))
-            gain = "–" if by == "dense" else f"{_number(100 * (speed / dense - 1), '+.1f')}%"
-            rows.append((way, by, _number(speed), gain, *times, row["rounds"]))
+            gain = "–" if name == "dense" else _percent(100 * (speed / dense - 1), "+.1f")
+            rows.append((way, name, _number(speed), gain, *times, row["rounds"]))
         if pd.notna(row["without_ffn"]):  # else it was interrupted before
             bound = 1e3 * row["requests"] / row["without_ffn"]
-            gain = f"{_number(100 * (bound / dense - 1), '+.1f')}%"
-            cells = _number(bound), gain, "–", "–", row["rounds"]
-            rows.append((way, "no feed-forward layer", *cells))
+            cells = _number(bound), _percent(100 * (bound / dense - 1), "+.1f"), "–", "–"
+            rows.append((way, "no feed-forward layer", *cells, row["rounds"]))
     columns = "calls | computed by | requests/s: | over dense: | "
     return markdown(f"{columns}first token, ms: | 95%, ms: | rounds:", rows)
 
 
 # --- FP8 ------------------------------------------------------------------------------------------
 
-
 # Of the paper's width few sizes are printed; lesson 5 has all.
 _FP8_TOKENS = [131_072, 16_384, 2048, 1024, 512, 256, 64, 16, 4, 1]
-
-
-def fp8_layer(table: pd.DataFrame) -> str:
-    """Return the cases of the layer that were measured in FP8, dense and sparse, beside bf16."""
-    table = fastest(table[table["pattern"].isin(["skewed", "even"])])
-    usual = (table["hidden_size"] == 2048) & (table["intermediate_size"] == 5632)
-    table = table[~usual | table["tokens"].isin(_FP8_TOKENS)]
-    case = [
-        "hidden_size",
-        "intermediate_size",
-        "gated",
-        "pattern",
-        "mode",
-        "tokens",
-        "date",
-        "active",
-    ]
-    rows = []
-    for keys, some in table.groupby(case):
-        sides = some.set_index("side")
-        if "sparse FP8" in sides.index:
-            rows.append((_fp8_order(*keys), (_fp8_name(*keys), *_fp8_cells(sides))))
-    columns = "tokens, activity | dense bf16: | sparse bf16: | dense FP8: | sparse FP8: | "
-    columns += "sparse FP8 over dense bf16: | over dense FP8: | fastest dense FP8"
-    return markdown(columns, (cells for _, cells in sorted(rows)))
-
-
-def _fp8_order(width, neurons, gated, pattern, mode, tokens, date, active) -> tuple:
-    return (width, neurons) != (2048, 5632), width, not gated, pattern == "even", -tokens, active
-
-
-def _fp8_name(width, neurons, gated, pattern, mode, tokens, date, active) -> str:
-    parts = [f"{tokens:,}", pattern, f"{active:.0f} active"]
-    parts += ["CUDA graph"] * (mode == "graph") + ["without gate"] * (not gated)
-    return ", ".join(parts + [f"{width} x {neurons}"] * ((width, neurons) != (2048, 5632)))
-
-
-def _fp8_cells(sides: pd.DataFrame) -> tuple:
-    """Times of the four sides, two speed-ups of sparse FP8, and what the dense FP8 is."""
-    times = sides["p50"].reindex(["dense", "sparse", "dense FP8", "sparse FP8"])
-    gains = sides.loc["sparse FP8", ["speedup", "over_fp8"]]
-    dense = sides["provider"].get("dense FP8")
-    by = DENSE_FP8_BY[providers.Provider.parse(dense).precision] if dense else "–"
-    return *map(_time, times), *map(_number, gains), by
-
-
 _SIDES = {
     "dense": "dense bf16",
     "sparse": "sparse bf16",
@@ -335,25 +266,52 @@ _SIDES = {
 }
 
 
+def fp8_layer(table: pd.DataFrame) -> str:
+    """Return the cases of the layer that were measured in FP8, dense and sparse, beside bf16."""
+    table = analysis.fastest(table[table["pattern"].isin(["skewed", "even"])])
+    usual = (table["hidden_size"] == 2048) & (table["intermediate_size"] == 5632)
+    table = table[~usual | table["tokens"].isin(_FP8_TOKENS)]
+    case = "hidden_size intermediate_size gated pattern mode tokens date active".split()
+    rows = []
+    for keys, some in table.groupby(case):
+        sides = some.set_index("side")
+        if "sparse FP8" not in sides.index:
+            continue
+        width, neurons, gated, pattern, mode, tokens, _, active = keys
+        other = (width, neurons) != (2048, 5632)
+        parts = [f"{tokens:,}", pattern, f"{active:.0f} active"]
+        parts += ["CUDA graph"] * (mode == "graph") + ["without gate"] * (not gated)
+        times = sides["p50"].reindex(["dense", "sparse", "dense FP8", "sparse FP8"])
+        gains = sides.loc["sparse FP8", ["speedup", "over_fp8"]]
+        dense = sides["provider"].get("dense FP8")
+        by = "–"
+        if dense:
+            by = analysis.DENSE_FP8_BY[providers.Provider.parse(dense).precision]
+        name = ", ".join(parts + [f"{width} x {neurons}"] * other)
+        order = other, width, not gated, pattern == "even", -tokens, active
+        rows.append((order, (name, *map(_time, times), *map(_number, gains), by)))
+    columns = "tokens, activity | dense bf16: | sparse bf16: | dense FP8: | sparse FP8: | "
+    columns += "sparse FP8 over dense bf16: | over dense FP8: | fastest dense FP8"
+    return markdown(columns, (cells for _, cells in sorted(rows)))
+
+
 def fp8_models(forward: pd.DataFrame, decode: pd.DataFrame) -> str:
     """Return forward passes and decoding of models that were measured in FP8."""
     rows = []
     for table, decoding in ((forward, False), (decode, True)):
-        for keys, some in fastest(table).groupby(["model", "batch", "context", "date"], sort=False):
+        table, by = analysis.fastest(table), ["model", "batch", "context", "date"]
+        for (model, batch, context, _), some in table.groupby(by, sort=False):
             if not some["side"].str.contains("FP8").any():
                 continue
-            model, batch, context, _ = keys
             documents = f"decoding, {batch} document{'s' * (batch > 1)}"
             what = documents if decoding else f"forward, {batch} x {context:,}"
             for row in some.to_dict("records"):
-                speed = 1e3 * row["tokens"] / row["p50"]
                 changes = 100 * (row["speedup"] - 1), row["energy_change"]
-                cells = [f"{_number(one, '+.0f')}%".replace("–%", "–") for one in changes]
-                cells = ["–", "–"] if row["side"] == "dense" else cells
+                cells = ["–", "–"] if row["side"] == "dense" else map(_percent, changes)
                 peak = _number(row.get("peak", np.nan) / 1e9)
+                speed = float(f"{1e3 * row['tokens'] / row['p50']:.4g}")
                 side = _SIDES.get(row["side"], row["side"])
-                number = f"{float(f'{speed:.4g}'):,.0f}"
-                rows.append((f"{model.upper()}, {what}", side, number, *cells, peak))
+                rows.append((f"{model.upper()}, {what}", side, f"{speed:,.0f}", *cells, peak))
     return markdown("model | computed by | tokens/s: | speed: | energy: | peak, GB:", rows)
 
 
@@ -361,14 +319,13 @@ def fp8_costs(quality: pd.DataFrame) -> str:
     """Return the change of cross-entropy of models in FP8, with its interval."""
     rows = []
     for row in quality[quality["side"] != "dense"].to_dict("records"):
-        of = "", *["dense_"] * row["side"].startswith("sparse")
         changes = [
             "{} ({} to {})".format(
                 *(_number(row[prefix + name], "+.4f") for name in ("difference", "low", "high"))
             )
-            for prefix in of
+            for prefix in ("", "dense_")
         ]
+        changes = changes if row["side"].startswith("sparse") else [changes[0], "–"]
         about = f"`{row['model']}`, {row['active']:.0f} active"
-        cells = changes if len(changes) == 2 else [*changes, "–"]
-        rows.append((about, _SIDES.get(row["side"], row["side"]), *cells))
+        rows.append((about, _SIDES.get(row["side"], row["side"]), *changes))
     return markdown("model | computed by | over bf16, nats: | over dense FP8, nats:", rows)

@@ -17,20 +17,8 @@ import pandas as pd
 import torch
 import yaml
 
-from study.analysis import (
-    activity,
-    agreement,
-    items,
-    longer,
-    quantized,
-    relufied,
-    runs,
-    speed,
-    variants,
-)
-from study.analysis import tasks as accuracy
-from study.analysis.bench import Bench
-from study.analysis.variants import contrast, noise_limit
+from study import analysis
+from study.analysis import contrast, noise_limit
 from study.pages import LARGE, SPARSE, layer_case
 from twell import results
 from twell.measure import providers
@@ -38,7 +26,7 @@ from twell.sparse.formats import PackedTwELL
 from twell.tables import NEAR_CHANCE, evaluations, level_name, logged_layers
 from twell.trace import Aggregate, Trace
 
-LOSS, ACTIVE, DEAD = variants.QUANTITIES
+LOSS, ACTIVE, DEAD = analysis.QUANTITIES
 LEVEL, LOWER = 6e-4, 1.5e-4  # L1; LEVEL stands for the paper's 2e-5
 SETTING = "85m-50m-l1-6e-4"
 AT_LEVEL = "85m-*m-l1-6e-4-seed-* depth-*-l1-6e-4-seed-* 171m-30m-1-gpu flagship-half "
@@ -60,8 +48,11 @@ class Recorded:
         self.folder = Path(root) / "data"
         text = (self.folder / "claims.yaml").read_text(encoding="utf-8")
         self.subjects: dict[str, dict[str, Any]] = yaml.safe_load(text)
+        self.readme: list[dict[str, Any]] = self.subjects.pop("readme")
         self.paper = results.paper()
-        self.bench = Bench(self.folder / "bench", ["ffn.csv", "model.csv", "train_step.csv"])
+        self.bench = analysis.Bench(
+            self.folder / "bench", ["ffn.csv", "model.csv", "train_step.csv"]
+        )
 
     @cached_property
     def every_run(self) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -70,13 +61,13 @@ class Recorded:
     def runs(self, patterns: str) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Return the runs whose names fit one of the patterns, and their log."""
         every, log = self.every_run
-        some = every[runs.fits(every["run"], patterns)]
+        some = every[analysis.fits(every["run"], patterns)]
         log = log[log["run"].isin(some["run"])].reset_index(drop=True)
         return some.dropna(axis=1, how="all").reset_index(drop=True), log
 
     @cached_property
     def choices(self) -> pd.DataFrame:
-        return variants.choices(*self.runs("85m-50m-*"))
+        return analysis.choices(*self.runs("85m-50m-*"))
 
     @cached_property
     def answers(self) -> pd.DataFrame:
@@ -85,20 +76,20 @@ class Recorded:
     @cached_property
     def findings(self) -> pd.DataFrame:
         kept = results.load_kept(self.folder / "traces", ".csv")
-        return agreement.findings(*self.every_run, kept, 6 / LAST)
+        return analysis.findings(*self.every_run, kept, 6 / LAST)
 
     @cached_property
     def layers(self) -> pd.DataFrame:
-        return self.bench.rows("ffn.csv", speed.speedups)
+        return self.bench.rows("ffn.csv", analysis.speedups)
 
     @cached_property
     def scale(self) -> pd.DataFrame:
         """The paper's Table 1 beside ours, `scale_table` by quantity and model."""
         where = "profile == 'paper' and batch == 64 and context == 2048"
-        models = self.bench.rows("model.csv", speed.model_speedups, where)
+        models = self.bench.rows("model.csv", analysis.model_speedups, where)
         where = "profile == 'paper' and micro_batch == 16 and not checkpoint_activations"
-        steps = self.bench.rows("train_step.csv", speed.step_speedups, where)
-        return speed.scale_table(self.paper, models, steps).set_index(["quantity", "model"])
+        steps = self.bench.rows("train_step.csv", analysis.step_speedups, where)
+        return analysis.scale_table(self.paper, models, steps).set_index(["quantity", "model"])
 
     def aggregate(self, name: str) -> Aggregate:
         return Aggregate.load(self.folder / "traces" / f"{name}-aggregate.npz")
@@ -176,11 +167,11 @@ def outcomes(levels: pd.DataFrame, seeds: pd.DataFrame) -> pd.DataFrame:
 
 def sweep(data: Recorded) -> Iterator[Row]:
     family, log = data.runs("85m-50m-*")
-    recipe = family[runs.choice(family) == "recipe"]
-    more = runs.sweep(*data.runs("85m-100m-*"))
+    recipe = family[analysis.choice(family) == "recipe"]
+    more = analysis.sweep(*data.runs("85m-100m-*"))
     seeds = pd.concat([data.choices, more.assign(choice="longer")], ignore_index=True)
-    table = outcomes(runs.levels(runs.sweep(recipe, log)), seeds)
-    twice = outcomes(runs.levels(more), seeds)
+    table = outcomes(analysis.levels(analysis.sweep(recipe, log)), seeds)
+    twice = outcomes(analysis.levels(more), seeds)
     dense, best, last = table.loc[0.0], table.loc[LEVEL], table.iloc[-1]
     lower, beyond = table.loc[1e-9 : LEVEL - 1e-9], table.loc[LEVEL + 1e-9 :].iloc[0]
 
@@ -231,9 +222,9 @@ def sweep(data: Recorded) -> Iterator[Row]:
     bad = [level_name(level) for level in table.index[table["status"] != "alive"]]
     text, verdict = ", ".join(bad) or "none", judge(not bad)
     yield row("unusable", text, verdict, seeds=ends(table["runs"], "d"))
-    curves = runs.training_curves(recipe, log, "active_mean")
+    curves = analysis.training_curves(recipe, log, "active_mean")
     curves = curves[curves["l1_coefficient"] == LEVEL]
-    shares = [100 * runs.settles_after(curve) for _, curve in curves.groupby("run")]
+    shares = [100 * analysis.settles_after(curve) for _, curve in curves.groupby("run")]
     text = f"{ends(shares, '.0f')}% of {curves['step'].max():,} steps"
     verdict = judge(max(shares) <= 10, False, max(shares) < 50)
     yield row("settles", text, verdict, seeds=len(shares))
@@ -284,7 +275,7 @@ def choices(data: Recorded) -> Iterator[Row]:
 
 
 def sizes(data: Recorded) -> Iterator[Row]:
-    table, seeds = variants.sizes(*data.runs("depth-* 85m-100m-l1-*")), data.choices
+    table, seeds = analysis.sizes(*data.runs("depth-* 85m-100m-l1-*")), data.choices
     number = ends(table["runs"], "d")
     limit = noise_limit(seeds, ACTIVE, table["runs"].min(), table["runs"].min())
     printed = {"source": "text 4.2/App. A.1/Table 3", "metric": "avg_nonzeros"}
@@ -311,9 +302,9 @@ def sizes(data: Recorded) -> Iterator[Row]:
 
 def training(data: Recorded) -> Iterator[Row]:
     pair = data.runs("flagship-dense flagship-triton")
-    ways = variants.computed_otherwise(*pair).set_index("backend")
+    ways = analysis.computed_otherwise(*pair).set_index("backend")
     dense, sparse = ways.loc["dense"], ways.loc["triton"]
-    curves = variants.computed_curves(*pair).query("metric == 'tokens_per_second'")
+    curves = analysis.computed_curves(*pair).query("metric == 'tokens_per_second'")
     seconds = curves.groupby("run")["tokens"].diff().fillna(curves["tokens"]) / curves["value"]
     seconds = seconds.groupby(curves["run"]).sum()
     whole = percent(seconds["flagship-dense"] / seconds["flagship-triton"])
@@ -329,17 +320,17 @@ def training(data: Recorded) -> Iterator[Row]:
     text = f"{most:+.0f}% ({sparse['peak_memory_whole'] / 1e9:.1f} GB)"
     yield row("training_memory_whole", text, judge(most < 0, False, memory < 0), seeds=1)
 
-    race = longer.race(*data.runs("flagship-300m-l1-0 flagship-300m-l1-6e-4"))
-    first, second = longer.reached(race).itertuples()
+    race = analysis.race(*data.runs("flagship-300m-l1-0 flagship-300m-l1-6e-4"))
+    first, second = analysis.reached(race).itertuples()
     change, limit = percent(second.last / first.last), noise_limit(data.choices, LOSS, 1, 1)
     note = f"on its own training text the price is {percent(second.train_last / first.train_last):+.1f}%"
     verdict = at_most(2, change, limit)
     yield row("training_race_loss", f"{change:+.1f}%", verdict, f"{limit:.1f}", 1, note)
     active, dead = (
-        runs.training_curves(*data.runs("flagship-triton"), metric)
+        analysis.training_curves(*data.runs("flagship-triton"), metric)
         for metric in ("active_mean", "dead_fraction")
     )
-    share, last = 100 * runs.settles_after(active), 100 * dead["value"].iloc[-1]
+    share, last = 100 * analysis.settles_after(active), 100 * dead["value"].iloc[-1]
     text, verdict = (
         f"{share:.0f}% of {active['step'].max():,} steps",
         judge(share <= 10, False, share < 50),
@@ -356,8 +347,8 @@ def shared(name: str, data: Recorded, finding: str) -> Row:
 
     Of overflowing tiles and first tokens: in every traced model.
     """
-    groups = agreement.groups(data.findings, SETTING, AT_LEVEL)
-    counts = {of: agreement.shared(some).set_index("finding") for of, some in groups.items()}
+    groups = analysis.groups(data.findings, SETTING, AT_LEVEL)
+    counts = {of: analysis.shared(some).set_index("finding") for of, some in groups.items()}
     everywhere = finding in ("no_overflow", "first_is_most")
     models = counts["all" if everywhere else "level"].loc[finding]
     seeds = models if everywhere else counts["seeds"].loc[finding]
@@ -373,15 +364,15 @@ def shared(name: str, data: Recorded, finding: str) -> Row:
 
 def layers(data: Recorded) -> Iterator[Row]:
     def early(layer: int, last: int, paper: int) -> bool:
-        return abs(layer / last - paper / LAST) < agreement.PEAK_WITHIN
+        return abs(layer / last - paper / LAST) < analysis.PEAK_WITHIN
 
     for name, end in ((SETTING, ""), ("flagship", "_flagship")):
         counted = data.aggregate(name)
-        table = activity.per_layer(counted).set_index("layer")
+        table = analysis.per_layer(counted).set_index("layer")
         ratios, mean, last = table["max_over_mean"], table["mean"], len(table) - 1
         text = f"{ends(ratios, '.0f')} times by layer"
         yield row(f"busiest_token{end}", text, judge(ratios.min() > 10), seeds=1)
-        tiles = activity.tile_overflow(counted).query("compression == 8")
+        tiles = analysis.tile_overflow(counted).query("compression == 8")
         most = tiles.loc[tiles["overflow_rows"].idxmax()]
         text = f"{100 * most['overflow_rows']:.2g}% of the tokens in layer {most['layer']:.0f}"
         yield row(f"overflow{end}", text, judge(most["overflow_rows"] == 0), seeds=1)
@@ -410,14 +401,14 @@ def layers(data: Recorded) -> Iterator[Row]:
 
 def tokens(data: Recorded) -> Iterator[Row]:
     for name, end, spec in ((SETTING, "", ".1f"), ("flagship", "_flagship", ".0f")):
-        mean = activity.by_position(data.aggregate(name))["mean_active"]
+        mean = analysis.by_position(data.aggregate(name))["mean_active"]
         first, later = mean.iloc[0], mean.iloc[len(mean) // 2 :].mean()
         verdict = judge(first == mean.max() and first > later)
         yield row(
             f"first_token{end}", f"{first:{spec}} active; later {later:.1f}", verdict, seeds=1
         )
     yield shared("first_token_shared", data, "first_is_most")
-    words = activity.per_token(data.aggregate(SETTING), min_count=16)["token"]
+    words = analysis.per_token(data.aggregate(SETTING), min_count=16)["token"]
     words = [word.strip() or repr(word) for word in words]
     yield row("lowest_tokens", ", ".join(words[:6]), "not compared", seeds=1)
     yield row("highest_tokens", ", ".join(words[-6:]), "not compared", seeds=1)
@@ -425,7 +416,7 @@ def tokens(data: Recorded) -> Iterator[Row]:
 
 def neurons(data: Recorded) -> Iterator[Row]:
     passage = Trace.load(data.folder / "traces" / "flagship-passage.npz")
-    table = activity.surprise_correlation(passage).query("layer == -1 and of == 'surprise'")
+    table = analysis.surprise_correlation(passage).query("layer == -1 and of == 'surprise'")
     one = table.iloc[0]
     limit, verdict = (
         f"{one['low']:.2f} to {one['high']:.2f}",
@@ -439,13 +430,13 @@ def neurons(data: Recorded) -> Iterator[Row]:
 
 def tasks(data: Recorded) -> Iterator[Row]:
     evaluated = evaluations(results.load_evaluations(data.folder / "eval"))
-    seven = accuracy.seven_tasks(evaluated[~runs.fits(evaluated["model"], OTHER_CHOICES)])
-    levels = accuracy.by_level(seven)
-    pairs = accuracy.against_dense(levels)
+    seven = analysis.seven_tasks(evaluated[~analysis.fits(evaluated["model"], OTHER_CHOICES)])
+    levels = analysis.by_level(seven)
+    pairs = analysis.against_dense(levels)
     above = pairs[pairs["above_chance"].astype(bool)]
     lost = (above["difference"] < -NEAR_CHANCE * above["stderr"]).sum()
     verdict = judge(len(above) > 0 and lost == 0, above.empty, lost < len(above))
-    means = accuracy.several_levels(levels).query(f"task == {accuracy.MEAN!r}")
+    means = analysis.several_levels(levels).query(f"task == {analysis.MEAN!r}")
     means = means[means["parameters"] == means["parameters"].iloc[-1]]
     text = ", ".join((100 * means["accuracy"]).map("{:.1f}".format))
     text = f"{text}% (chance {100 * means['chance'].iloc[0]:.1f}%)"
@@ -459,8 +450,10 @@ def tasks(data: Recorded) -> Iterator[Row]:
     yield row("lettered", f"{ends(100 * lettered['accuracy'], '.1f')}%", verdict)
 
     every = pd.Series(sorted(data.answers["run"].unique()))
-    sides = (every[runs.fits(every, f"85m-100m-l1-{l1}-seed-*")].tolist() for l1 in ("0", "6e-4"))
-    table = items.paired_runs(data.answers, *sides).query("above_chance")
+    sides = (
+        every[analysis.fits(every, f"85m-100m-l1-{l1}-seed-*")].tolist() for l1 in ("0", "6e-4")
+    )
+    table = analysis.paired_runs(data.answers, *sides).query("above_chance")
     lost, seeds = (table["verdict"] == "less").sum(), table[["runs", "dense_runs"]].min().min()
     settled = seeds > 2 and not (table["verdict"] == "one seed").any()
     unseen = ends(table["limit"] - table["difference"], ".1f")
@@ -471,14 +464,14 @@ def tasks(data: Recorded) -> Iterator[Row]:
 
 
 def pretrained(data: Recorded) -> Iterator[Row]:
-    students = data.runs(relufied.STUDENTS)
-    table = relufied.relufied_runs(*students).set_index("run")
-    pairs = relufied.relufied_pairs(students[0], data.answers).query("task == 'mean'")
+    students = data.runs(analysis.STUDENTS)
+    table = analysis.relufied_runs(*students).set_index("run")
+    pairs = analysis.relufied_pairs(students[0], data.answers).query("task == 'mean'")
     pairs = pairs.join(100 * table["active_fraction"].rename("share"), on="run")
     columns = ["difference", "low", "high"]
     pairs[columns] = 100 * pairs[columns].astype(float)
-    beside = pairs[pairs["reference"] == relufied.WITHOUT_L1].sort_values("share")
-    alone = pairs[pairs["run"].map(table["level"]) == relufied.WITHOUT_L1]
+    beside = pairs[pairs["reference"] == analysis.WITHOUT_L1].sort_values("share")
+    alone = pairs[pairs["run"].map(table["level"]) == analysis.WITHOUT_L1]
     alone = alone.sort_values("difference", ascending=False)
     busiest, sparsest, worse = beside.iloc[-1], beside.iloc[0], (beside["high"] < 0).sum()
     text = f"{busiest['difference']:+.1f} points with {busiest['share']:.0f}% active, "
@@ -516,18 +509,18 @@ def models(data: Recorded) -> Iterator[Row]:
         yield row(f"forward_{name}", text, judge(one["change"] > 0), note=note)
         change = table.loc[("forward energy", model), "change"]
         yield row(f"energy_{name}", f"{change:+.0f}% energy", judge(change < 0))
-    every = data.bench.rows("model_layers.csv", speed.layer_contributions)
-    middle = speed.layers_at(every.query("profile == 'paper' and model == '1.5b'"), 29)
+    every = data.bench.rows("model_layers.csv", analysis.layer_contributions)
+    middle = analysis.layers_at(every.query("profile == 'paper' and model == '1.5b'"), 29)
     trained = every[every["model"] == "flagship-half"]
     for name, some in (("correlation", middle), ("correlation_trained", trained)):
-        r, note = speed.correlation(some), f"over {len(some)} layers"
+        r, note = analysis.correlation(some), f"over {len(some)} layers"
         yield row(name, f"r = {r:.3f}", judge(r < -0.95), note=note)
     where = f"provider == {FORCED!r} and model == '1.5b' and profile == 'paper' and active > 800"
-    one = data.bench.rows("model.csv", speed.model_speedups, where).iloc[0]
+    one = data.bench.rows("model.csv", analysis.model_speedups, where).iloc[0]
     gain, note = percent(one["speedup"]), f"1.5B with {one['active']:.0f} active"
     yield row("forced", f"{gain:+.0f}% tokens/s", judge(gain < 0), note=note)
     where = f"provider == {FORCED!r} and context == 512 and mode == 'graph' and batch == 1"
-    decoded = data.bench.rows("decode.csv", speed.decode_speedups, where)
+    decoded = data.bench.rows("decode.csv", analysis.decode_speedups, where)
     for name, tuned in (("decode", False), ("decode_tuned", True)):
         one = decoded[decoded["tuned"] == tuned].iloc[-1]
         note = f"{one['active']:.0f} active"
@@ -537,26 +530,26 @@ def models(data: Recorded) -> Iterator[Row]:
 def layer_speed(data: Recorded) -> Iterator[Row]:
     table, rows = data.layers, data.bench.rows("ffn.csv")
     usual = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
-    at_29 = speed.at_level(table[table["provider"].isin(SPARSE)].query(usual), 29)
+    at_29 = analysis.at_level(table[table["provider"].isin(SPARSE)].query(usual), 29)
     gain = percent(at_29[at_29["tokens"] >= 16_384]["speedup"].max())
     yield row("layer_gain", f"{gain:+.0f}%", "not compared")
     large = layer_case(table, LARGE)
     best = large.loc[large["provider"].isin(SPARSE), "speedup"].max()
     yield row("layer_large", f"{best:.2f} times dense", "ours")
     energy = layer_case(rows, LARGE).pivot_table("energy", "date", "provider")
-    change = percent(energy[providers.UNION.name] / energy[speed.BASELINE]).dropna().iloc[-1]
+    change = percent(energy[providers.UNION.name] / energy[analysis.BASELINE]).dropna().iloc[-1]
     yield row("layer_energy", f"{change:+.0f}%", "not compared")
 
 
 def fp8(data: Recorded) -> Iterator[Row]:
-    one = quantized.fastest(layer_case(data.layers, LARGE)).query("side == 'sparse FP8'").iloc[-1]
+    one = analysis.fastest(layer_case(data.layers, LARGE)).query("side == 'sparse FP8'").iloc[-1]
     text = f"{one['speedup']:.2f} times dense bf16, {one['over_fp8']:.2f} times dense FP8"
     yield row("fp8_large", text, "ours")
 
 
 def layer_training(data: Recorded) -> Iterator[Row]:
-    table = data.bench.rows("training.csv", speed.training_speedups, "mode == 'stream'")
-    near = speed.at_level(table, 29)
+    table = data.bench.rows("training.csv", analysis.training_speedups, "mode == 'stream'")
+    near = analysis.at_level(table, 29)
     gain = percent(near.loc[near["provider"].map(providers.is_sparse), "speedup"].max())
     yield row("layer_training_gain", f"{gain:+.0f}%", "not compared")
 

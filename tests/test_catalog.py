@@ -19,13 +19,13 @@ def test_a_catalog_has_what_the_aggregate_says(model, pair):
     chunks = {name: unpack(catalog.chunk(name)) for name in catalog.names}
     assert [*chunks] == "overview text layer-0 layer-1 words-0 words-1".split()
     about, overview = chunks["overview"]
-    table = analysis.by_neuron(counted)
+    counts, sums, largest = (array.reshape(-1) for array in counted.neurons())
+    means = sums / np.maximum(counts, 1)
     assert (about["tokens"], about["strings"]) == (512, counted.strings)
     assert np.array_equal(overview["fires"], counted.neurons()[0].reshape(-1))
     alive = overview["fires"] > 0
-    np.testing.assert_allclose(overview["fires"] / 512, table["rate"])
-    for name, column in (("mean", "mean_value"), ("largest", "max_abs")):
-        np.testing.assert_allclose(floats(overview, name)[alive], table[column][alive], 1e-4)
+    for name, expected in (("mean", means), ("largest", largest)):
+        np.testing.assert_allclose(floats(overview, name)[alive], expected[alive], 1e-4)
     strength = (counted.abs_sum.reshape(-1) / np.maximum(overview["fires"], 1))[alive]
     np.testing.assert_allclose(floats(overview, "strength")[alive], strength, 1e-4)
     text = {name: array.astype(int) for name, array in chunks["text"][1].items()}
@@ -34,7 +34,7 @@ def test_a_catalog_has_what_the_aggregate_says(model, pair):
     peaks = overview["peaks"].reshape(2, 96, -1)
     for layer, neuron in [(0, 0), (1, 95), (1, 3), *((0, n) for n in range(8))]:
         own = chunks[f"layer-{layer}"][1]
-        bins = analysis.value_histogram(counted, layer, neuron)["count"]
+        bins = counted.value_histogram[layer, neuron]
         assert own["histogram"].reshape(96, -1)[neuron].tolist() == bins.tolist()
         top = analysis.contexts(counted, layer, neuron)
         quantiles = analysis.contexts(counted, layer, neuron, "quantile")

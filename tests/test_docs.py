@@ -232,8 +232,8 @@ def test_the_site_gathers_pages_with_links_that_hold(tmp_path):
     assert (source / "data" / "card.md").read_text() == "---\norphan: true\n---\n\n# Card\n"
     notebook = json.loads((source / "notebooks" / "n.ipynb").read_text())
     assert "widgets" not in notebook["metadata"]
-    _, injected, prose, widget = notebook["cells"]
-    assert injected["source"] == "# As executed for this page\nb = 3"
+    own, prose, widget = notebook["cells"]
+    assert own["source"] == "a = 1\nb = 2"  # without papermill's parameters
     assert prose["source"] == "# N\n[a](../docs/a.md)"
     html = widget["outputs"][1]["data"]["text/html"]
     assert '<iframe class="inspector" src="view.html"' in html

@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import importlib.util
 import subprocess
 import sys
 import types
@@ -26,16 +25,6 @@ def test_imports_go_one_way():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_picture_of_the_house_is_up_to_date():
-    spec = importlib.util.spec_from_file_location("house", ROOT / "scripts" / "house.py")
-    house = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(house)
-    page = (ROOT / "docs" / "maintaining.md").read_text(encoding="utf-8")
-    assert f"{house.BEGIN}\n\n{house.picture()}\n\n{house.END}" in page
-    with pytest.raises(ValueError, match="circle among"):
-        house.floors({"a": {"b"}, "b": {"a"}, "c": set()})
-
-
 @pytest.mark.parametrize("path", sorted((ROOT / "tests" / "gpu").glob("test_*.py")), ids=name)
 def test_what_runs_on_gpus_alone_uses_names_that_exist(path):
     """Of modules. Elsewhere nobody would notice."""
@@ -46,24 +35,6 @@ def test_what_runs_on_gpus_alone_uses_names_that_exist(path):
     used = [n for n in nodes if type(n) is ast.Attribute and type(n.value) is ast.Name]
     used = [(n.value.id, n.attr) for n in used if n.value.id in modules]
     assert used and [pair for pair in used if not hasattr(there[pair[0]], pair[1])] == []
-
-
-@pytest.mark.parametrize("package", ["analysis", "plots"])
-def test_a_package_hands_on_the_public_names_of_its_modules(package):
-    whole = importlib.import_module(f"study.{package}")
-    # Handed on whole, as modules: `analysis.quantities.sweep`.
-    modules = set("trained measured quantities claims pages".split())
-    parts = [path.stem for path in sorted((ROOT / "study" / package).glob("*.py"))]
-    parts = [part for part in parts if part != "__init__" and part not in modules]
-    assert len(parts) > 1
-    for part in parts:
-        module = importlib.import_module(f"study.{package}.{part}")
-        for public, value in vars(module).items():
-            own = getattr(value, "__module__", None) == module.__name__
-            constant = public.isupper() and public != "TYPE_CHECKING"
-            # Loading a module puts it into the package under its own name, over anything else.
-            if (own or constant) and not public.startswith("_"):
-                assert getattr(whole, public) is value, f"{part}.{public}"
 
 
 CHEAP = {

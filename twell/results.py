@@ -393,7 +393,7 @@ def load_runs(
 
 
 def load_kept(folder: str | Path, ending: str) -> pd.DataFrame:
-    """Read the tables of `scripts.keep`, files RUN + ending, into one with the column run in front.
+    """Read the tables of `study.keep`, files RUN + ending, into one with the column run in front.
 
     Without such files the result has no rows.
     """

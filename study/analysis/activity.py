@@ -1,37 +1,40 @@
 """Tables of activity: by layer, token, position and neuron, and what single neurons stand for.
 
 "Active" is the number of neurons of one layer that are active for one token, the paper's
-"non-zeros". Every stored entry of a trace is active, whatever its value.
+"non-zeros". Every stored entry of a trace is active, whatever its value. A `Trace` and an
+`Aggregate` have methods of the same names, which return the counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import scipy.stats
 
-from twell.trace.neurons import active_entries, check_neuron, correlated_pairs, places
+from twell.trace.neurons import active_entries, correlated_pairs, places
 
 if TYPE_CHECKING:
     import twell
 
-# --- traces and aggregates, whose methods of the same names return the counts -----------------
+WHERE = ("right after the word", "elsewhere in sequences with it", "in sequences without it")
+_GROUPS = 8  # sequences or blocks, at least, for an interval
+_COMPRESSIONS = 2, 4, 8, 16
 
 
 def _table(**columns: Any) -> pd.DataFrame:
-    """A table of arrays [L, M], a row an entry; others are broadcast to that shape."""
+    """Return a table of arrays [L, M], a row an entry; others are broadcast to that shape."""
     names, arrays = list(columns), np.broadcast_arrays(*columns.values())
     return pd.DataFrame({n: a.reshape(-1) for n, a in zip(names, arrays, strict=True)})
 
 
 def per_layer(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
-    """Return each layer's activity (Figs 6, 10, 11).
+    """Return mean, median, p99 and max of the active neurons per token, a row a layer (Fig. 6).
 
-    Columns: layer; mean, median, p99 and max of the active neurons per token; dead (fraction of
-    neurons never active), active_fraction (mean / intermediate_size), max_over_mean.
+    dead: the share of neurons that are never active; max_over_mean: the busiest token over the
+    mean.
     """
     number = np.arange(trace.intermediate_size + 1)
     rows = []
@@ -51,9 +54,8 @@ def per_token(
 ) -> pd.DataFrame:
     """Return the mean activity of each token of the vocabulary, lowest first (Fig. 7a).
 
-    Columns: token_id, token, count, frequency, mean_active (over its occurrences and all layers).
-    Left out are tokens below `min_frequency` (the paper's filter: 64 occurrences in its 2^20
-    tokens) and below `min_count` occurrences, whose mean would be of few contexts.
+    mean_active is over all occurrences and layers. Tokens below `min_frequency` (the paper's
+    filter) or with fewer than `min_count` occurrences are left out.
     """
     token_id, token, count, active = trace.by_token()
     table = pd.DataFrame({"token_id": token_id, "token": token, "count": count})
@@ -64,28 +66,13 @@ def per_token(
 
 
 def by_position(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
-    """Return the mean activity at each position of a sequence (Fig. 7b).
+    """Return the mean activity over layers and sequences at each position, 0 first (Fig. 7b).
 
-    Columns: position (0 first), mean_active (over layers and sequences), n (sequences that reach
-    the position).
+    n: the number of sequences that reach the position.
     """
     n, active = trace.by_position()
     means = active.sum(axis=0) / (n * trace.num_layers)
     return pd.DataFrame({"position": np.arange(len(n)), "mean_active": means, "n": n})
-
-
-def by_neuron(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
-    """Return statistics of each neuron: layer, neuron, rate, mean_value, max_abs.
-
-    rate: fraction of tokens that activate it; mean_value: signed mean of h where it is active (NaN
-    if never); max_abs: the largest |h| (0 if never).
-    """
-    counts, sums, largest = trace.neurons()
-    mean = np.full(counts.shape, np.nan)
-    np.divide(sums, counts, out=mean, where=counts > 0)
-    layer, neuron = np.indices(counts.shape)
-    rate = counts / trace.num_tokens
-    return _table(layer=layer, neuron=neuron, rate=rate, mean_value=mean, max_abs=largest)
 
 
 def union_sizes(
@@ -93,53 +80,33 @@ def union_sizes(
 ) -> pd.DataFrame:
     """Return the number of different neurons that a block of consecutive tokens activates.
 
-    Columns: layer, block, mean and max over the blocks, mean_active (of one token). A kernel that
-    treats `block` tokens together reads the weights of their union. A last, partial block is
-    dropped; block sizes above the length of the trace have no row. Raises ValueError for a block
-    size that an aggregate did not count.
+    Columns: layer, block, and mean and max over whole blocks. Blocks longer than the trace have no
+    row.
     """
     block = np.array([size for size in blocks if size <= trace.num_tokens], dtype=np.int64)
-    total, largest, active = trace.unions(block.tolist())
-    number = trace.num_tokens // block
-    layer, mean_active = np.arange(trace.num_layers)[:, None], active / (number * block)
-    mean = total / number
-    return _table(layer=layer, block=block, mean=mean, max=largest, mean_active=mean_active)
+    total, largest, _ = trace.unions(block.tolist())
+    mean = total / (trace.num_tokens // block)
+    return _table(layer=np.arange(trace.num_layers)[:, None], block=block, mean=mean, max=largest)
 
 
 def tile_overflow(
     trace: twell.Trace | twell.Aggregate,
     tile_n: int = 256,
-    compressions: Sequence[int] = (2, 4, 8, 16),
+    compressions: Sequence[int] = _COMPRESSIONS,
 ) -> pd.DataFrame:
-    """Return how often TwELL's tiles overflow (section 3.2, App. A.1).
-
-    Columns: layer, compression, capacity (of the one-matrix form, tile_n / compression - 1),
-    overflow_rows (fraction of tokens with an overflowing tile), overflow_tiles (fraction of tiles).
-    Raises ValueError when a compression does not divide tile_n, or for a width or compression that
-    an aggregate did not count.
-    """
-    for one in compressions:
-        if tile_n % one:
-            raise ValueError(
-                f"compression {one} does not divide tile_n {tile_n}; use one that does"
-            )
-    rows, tiles = trace.overflows(tile_n, compressions)
-    compression = np.array(compressions)
-    return _table(
-        layer=np.arange(trace.num_layers)[:, None],
-        compression=compression,
-        capacity=tile_n // compression - 1,
-        overflow_rows=rows / trace.num_tokens,
-        overflow_tiles=tiles / (trace.num_tokens * -(-trace.intermediate_size // tile_n)),
-    )
+    """Return the share of tokens with an overflowing tile of TwELL (section 3.2, App. A.1)."""
+    rows, _ = trace.overflows(tile_n, compressions)
+    layer = np.arange(trace.num_layers)[:, None]
+    shares = rows / trace.num_tokens
+    return _table(layer=layer, compression=np.array(compressions), overflow_rows=shares)
 
 
 def kept_activity(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
-    """Return what is kept of every model's activity: layer (-1 for all), metric and value.
+    """Return the activity that is kept of every model: layer (-1 for all), metric and value.
 
-    Of a layer the columns of `per_layer`, and overflow: the share of tokens with an overflowing
-    tile at compression 8. Of all: first, the mean activity at position 0; later, in the second half
-    of the context; and most, the position (from 0) of the largest mean.
+    Metrics of a layer: the columns of `per_layer`, and overflow, the share of tokens with an
+    overflowing tile at compression 8. Of all layers: first, the mean activity at position 0; later,
+    in the second half of the context; and most, the position of the largest mean.
     """
     table = per_layer(trace).set_index("layer")
     table["overflow"] = tile_overflow(trace, compressions=(8,)).set_index("layer")["overflow_rows"]
@@ -150,47 +117,26 @@ def kept_activity(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     return pd.concat([rows, last], ignore_index=True).round(6)
 
 
-# --- aggregates: one neuron -------------------------------------------------------------------
-
-
 def strongest(aggregate: twell.Aggregate, number: int) -> list[tuple[int, int]]:
     """Return the neurons (layer, neuron) with the largest sums of |h| over all tokens."""
     order = np.argsort(-aggregate.abs_sum, axis=None, kind="stable")[:number]
     return [divmod(place, aggregate.intermediate_size) for place in order.tolist()]
 
 
-def value_histogram(aggregate: twell.Aggregate, layer: int, neuron: int) -> pd.DataFrame:
-    """Return how often a neuron's value h fell between `low` and `high`: low, high, count.
-
-    Edges are powers of two or 0, the same for all neurons; smaller values count beside 0.
-    """
-    check_neuron(aggregate, layer, neuron)
-    edges, count = aggregate.value_edges, aggregate.value_histogram[layer, neuron]
-    return pd.DataFrame({"low": edges[:-1], "high": edges[1:], "count": count})
-
-
 def contexts(
     aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top"
 ) -> pd.DataFrame:
-    """Return the places where a neuron fires, from `trace.places`.
-
-    Columns: value, quantile, before, token, after, sequence, position.
-    """
+    """Return the places where a neuron fires, from `trace.places`."""
     columns = ["value", "quantile", "before", "token", "after", "sequence", "position"]
     return pd.DataFrame(places(aggregate, layer, neuron, kind), columns=columns)
 
 
-# --- traces alone: an aggregate does not keep which neurons fired for which token -------------
+# --- traces alone: an aggregate does not keep which neurons fired for which token -----------------
 
 
 def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
-    """Return the first tokens of a sequence: position, token, active (mean over layers), logprob.
-
-    logprob is in nats. Raises ValueError for a sequence that the trace does not have.
-    """
+    """Return position, token, active (mean over layers) and logprob of a sequence's first tokens."""
     rows = np.flatnonzero(trace.sequence == sequence)[:num_tokens]
-    if len(rows) == 0:
-        raise ValueError(f"no sequence {sequence} in the trace; it has 0 to {trace.sequence.max()}")
     table = pd.DataFrame({"position": trace.position[rows]})
     table["token"] = [trace.strings[row] for row in rows]
     table["active"] = trace.counts()[:, rows].mean(axis=0)
@@ -198,112 +144,136 @@ def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
 
 
 def firing(trace: twell.Trace, layer: int, start: int, num_tokens: int) -> pd.DataFrame:
-    """Return the active neurons of consecutive tokens in one layer: place (from 0), token, neuron.
-
-    Raises IndexError for tokens that the trace does not have.
-    """
-    end = start + num_tokens
-    if not 0 <= start < end <= trace.num_tokens:
-        known = f"the trace has 0 to {trace.num_tokens - 1}"
-        raise IndexError(f"tokens {start} to {end - 1}: {known}")
-    active = trace.layer(layer)[start:end]
+    """Return the active neurons of consecutive tokens in one layer: place (from 0), token, neuron."""
+    active = trace.layer(layer)[start : start + num_tokens]
     place = np.repeat(np.arange(num_tokens), np.diff(active.indptr))
-    words = np.array(trace.strings[start:end])
+    words = np.array(trace.strings[start : start + num_tokens])
     return pd.DataFrame({"place": place, "token": words[place], "neuron": active.indices})
 
 
-def together(
-    trace: twell.Trace, layer: int, other: int | None = None, min_fires: int = 8, top: int = 100
-) -> pd.DataFrame:
-    """Return the pairs of neurons of a layer (or of two layers) that fire together most.
+def together(trace: twell.Trace, layer: int, min_fires: int = 8, top: int = 100) -> pd.DataFrame:
+    """Return the pairs of neurons of a layer that fire together most, by falling phi.
 
-    Columns: layer, neuron, other_layer, other; fires and other_fires; both, tokens that activate
-    both; expected, under independence; jaccard, both over either; phi, the correlation of the two,
-    falling. First tokens of sequences are left out, at which many neurons fire at once; so are
-    neurons with fewer than min_fires firings. At most `top` rows. Raises IndexError for a layer
-    that does not exist. Ours.
+    both: tokens that activate both; expected: the same if they were independent; phi: their
+    correlation. First tokens of sequences are left out, at which many neurons fire at once.
     """
     rows = np.flatnonzero(trace.position > 0)
-    other_layer = layer if other is None else other
-    first, second = (active_entries(trace, number, rows) for number in (layer, other_layer))
-    table = correlated_pairs(first, second, (min_fires, min_fires))
-    if layer == other_layer:
-        table = table[table["i"] < table["j"]]
-    table = table.assign(layer=layer, other_layer=other_layer)
+    entries = active_entries(trace, layer, rows)
+    table = correlated_pairs(entries, entries, (min_fires, min_fires))
+    table = table[table["i"] < table["j"]].assign(layer=layer)
     names = {"i": "neuron", "j": "other", "n_i": "fires", "n_j": "other_fires"}
     table = table.rename(columns=names)
-    fires, other_fires = table["fires"], table["other_fires"]
-    table["expected"] = fires * other_fires / max(len(rows), 1)
-    table["jaccard"] = table["both"] / (fires + other_fires - table["both"])
+    table["expected"] = table["fires"] * table["other_fires"] / max(len(rows), 1)
     table = table.sort_values(["phi", "neuron", "other"], ascending=[False, True, True])
-    columns = "layer neuron other_layer other fires other_fires both expected jaccard phi".split()
+    columns = "layer neuron other fires other_fires both expected phi".split()
     return table[columns].reset_index(drop=True).head(top)
 
 
-def surprise(trace: twell.Trace, layers: Sequence[int] | None = None) -> pd.DataFrame:
-    """Return each token's activity and surprise.
+def surprise(trace: twell.Trace) -> pd.DataFrame:
+    """Return each token's activity (mean over layers) and surprise, -log p in nats.
 
-    Columns: sequence, position, token; active: mean over `layers` (default: all); surprise: -log p
-    of the token given those before it, nats; next_surprise: of the token after it, which the model
-    predicts here. NaN at the first and the last token of a sequence. Ours.
+    next_surprise is of the token after it, which the model predicts here. NaN at the first and the
+    last token of a sequence.
     """
-    active = trace.counts() if layers is None else trace.counts()[list(layers)]
     columns = {"sequence": trace.sequence, "position": trace.position, "token": trace.strings}
-    columns |= {"active": active.mean(axis=0), "surprise": -trace.logprob}
+    columns |= {"active": trace.counts().mean(axis=0), "surprise": -trace.logprob}
     table = pd.DataFrame(columns)
     following = table.groupby("sequence")["surprise"].shift(-1)
     return table.assign(next_surprise=following.astype(float))
 
 
-def surprise_correlation(trace: twell.Trace, block: int = 64) -> pd.DataFrame:
-    """Return Spearman's rank correlation of activity and surprise, by layer and for their mean.
+def _bootstrap(
+    statistic: Callable[..., np.ndarray], groups: np.ndarray, values: Sequence[np.ndarray]
+) -> tuple[float, float, float]:
+    """Return a statistic of sums, and its 95% interval over 1,000 bootstrap samples of groups.
 
-    Columns: layer (-1: the mean over layers), of ("surprise" or "next_surprise", see `surprise`), n
-    (tokens), spearman, low, high. The 95% interval is from 1,000 bootstrap samples of blocks of
-    at most `block` consecutive tokens of one sequence, since near tokens depend on each other; NaN
-    below 8 blocks. First tokens are left out. Ours.
+    groups [T]: from 0; values: arrays [T], whose sums over any tokens the statistic takes. The ends
+    are NaN where there are few groups.
     """
-    table = surprise(trace)
-    counts = [*trace.counts(), table["active"].to_numpy()]
-    names = [*range(trace.num_layers), -1]
-    rows = []
-    for of in ("surprise", "next_surprise"):
-        known = table[(table["position"] > 0) & table[of].notna()]
-        where = known.groupby(["sequence", known["position"] // block]).ngroup().to_numpy()
-        number = where.max(initial=-1) + 1
-        y = scipy.stats.rankdata(known[of])
+    number = int(groups.max(initial=-1)) + 1
+    sums = np.stack([np.bincount(groups, one, number) for one in values])
+    low = high = np.nan
+    if number >= _GROUPS:
         random = np.random.default_rng(0)
-        weights = random.multinomial(number, np.full(number, 1 / number), 1000) if number else None
-        for name, active in zip(names, counts, strict=True):
-            x = scipy.stats.rankdata(active[known.index])
-            # Six sums of each block are all that a correlation of any sample of blocks needs.
-            parts = (np.ones(len(x)), x, y, x * x, y * y, x * y)
-            sums = np.stack([np.bincount(where, part, number) for part in parts])
-            low, high = np.nan, np.nan
-            if number >= 8:
-                low, high = np.nanquantile(_correlation(*(weights @ sums.T).T), [0.025, 0.975])
-            rows.append((name, of, len(x), float(_correlation(*sums.sum(axis=1))), low, high))
-    return pd.DataFrame(rows, columns=["layer", "of", "n", "spearman", "low", "high"])
+        weights = random.multinomial(number, np.full(number, 1 / number), 1000)
+        low, high = np.nanquantile(statistic(*(weights @ sums.T).T), [0.025, 0.975])
+    with np.errstate(invalid="ignore"):
+        return float(statistic(*sums.sum(axis=1))), low, high
 
 
-def _correlation(
-    n: np.ndarray, x: np.ndarray, y: np.ndarray, xx: np.ndarray, yy: np.ndarray, xy: np.ndarray
-) -> np.ndarray:
-    """Pearson's correlation from sums."""
+def _correlation(n, x, y, xx, yy, xy) -> np.ndarray:
+    """Return Pearson's correlation from sums."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))
 
 
-def by_surprise(table: pd.DataFrame, bins: int = 10) -> pd.DataFrame:
-    """Return the activity in equally filled bins of surprise, from `surprise`.
+def surprise_correlation(trace: twell.Trace, block: int = 64) -> pd.DataFrame:
+    """Return Spearman's rank correlation of activity and surprise, by layer and for their mean.
 
-    Columns: low, high (of the bin), surprise and active (means), n, q25 and q75 (quartiles of
-    active). First tokens are left out. Ours.
+    Columns: layer (-1: the mean over layers), of ("surprise" or "next_surprise"), n (tokens),
+    spearman, low and high. The 95% interval is over blocks of at most `block` consecutive tokens of
+    one sequence, since near tokens depend on each other. First tokens are left out.
     """
+    table = surprise(trace)
+    counts = [*trace.counts(), table["active"].to_numpy()]
+    rows = []
+    for of in ("surprise", "next_surprise"):
+        known = table[(table["position"] > 0) & table[of].notna()]
+        where = known.groupby(["sequence", known["position"] // block]).ngroup().to_numpy()
+        y = scipy.stats.rankdata(known[of])
+        for name, active in zip([*range(trace.num_layers), -1], counts, strict=True):
+            x = scipy.stats.rankdata(active[known.index])
+            parts = np.ones(len(x)), x, y, x * x, y * y, x * y
+            rows.append((name, of, len(x), *_bootstrap(_correlation, where, parts)))
+    return pd.DataFrame(rows, columns=["layer", "of", "n", "spearman", "low", "high"])
+
+
+def by_surprise(table: pd.DataFrame, bins: int = 10) -> pd.DataFrame:
+    """Return means of `surprise` in equally filled bins, with quartiles of active (q25, q75)."""
     known = table[(table["position"] > 0) & table["surprise"].notna()]
     groups = known.groupby(pd.qcut(known["surprise"], bins, labels=False, duplicates="drop"))
-    values = groups["surprise"]
-    columns = {"low": values.min(), "high": values.max(), "surprise": values.mean()}
-    columns |= {"active": groups["active"].mean(), "n": groups.size()}
+    columns = {"surprise": groups["surprise"].mean(), "active": groups["active"].mean()}
     columns |= {f"q{percent}": groups["active"].quantile(percent / 100) for percent in (25, 75)}
-    return pd.DataFrame(columns).reset_index(drop=True)
+    return pd.DataFrame(columns | {"n": groups.size()}).reset_index(drop=True)
+
+
+# --- one word and its neuron ----------------------------------------------------------------------
+
+
+def neuron_of(specific: pd.DataFrame, word: str) -> tuple[int, int]:
+    """Return layer and number of the neuron most specific to a token (`trace.neurons.specific`).
+
+    Raises ValueError for a token to which no neuron is most specific.
+    """
+    rows = specific[specific["token"] == word]
+    if rows.empty:
+        known = ", ".join(map(repr, specific["token"].drop_duplicates().head(8)))
+        raise ValueError(
+            f"no neuron stands for the token {word!r} in the text that was searched: raise tokens, "
+            f"so that it occurs more often, or take another, such as {known}"
+        )
+    return int(rows["layer"].iloc[0]), int(rows["neuron"].iloc[0])
+
+
+def around_word(before: twell.Trace, logprob: np.ndarray, word: str) -> pd.DataFrame:
+    """Return the rise of the loss (nats a token) in a changed model, by place around a word.
+
+    logprob [T]: log probabilities of the changed model. Columns: where (WHERE), tokens, rise, low,
+    high: the 95% interval over sequences. First tokens of sequences are not predicted. Raises
+    ValueError for a token that does not occur.
+    """
+    at = np.flatnonzero(np.array(before.strings, dtype=object) == word)
+    if not len(at):
+        raise ValueError(f"the token {word!r} does not occur in the text")
+    following = np.zeros(before.num_tokens + 1, bool)
+    following[at + 1] = True
+    following = following[:-1]
+    having = np.isin(before.sequence, before.sequence[at])
+    rise = before.logprob.astype(np.float64) - logprob
+    rows = []
+    for where, place in zip(WHERE, (following, having & ~following, ~having), strict=True):
+        chosen = place & (before.position > 0)
+        sequence = np.unique(before.sequence[chosen], return_inverse=True)[1]
+        parts = rise[chosen], np.ones(chosen.sum())
+        rows.append((where, int(chosen.sum()), *_bootstrap(np.divide, sequence, parts)))
+    return pd.DataFrame(rows, columns=["where", "tokens", "rise", "low", "high"])

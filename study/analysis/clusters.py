@@ -9,9 +9,8 @@ moments. A GPU sends in a step of a micro-batches, with c bytes a weight and g b
                                  2g P/k (n/k - 1)/(n/k)   to other nodes
 
 Weights are gathered before forward and backward of each micro-batch, gradients reduced once a step,
-as twell/train does with FSDP2; rings send so. In rings over several nodes each byte leaves a node
-once, and the k links of a node share these bytes: 1/k of the first line takes a GPU's link to other
-nodes, while the rest moves within the nodes.
+as FSDP2 does; rings send so. In rings over several nodes each byte leaves a node once, and the k
+links of a node share these bytes.
 """
 
 from __future__ import annotations
@@ -23,20 +22,14 @@ from dataclasses import dataclass
 import pandas as pd
 
 from study.analysis.speed import step_speedups
-from twell.measure.rows import require
 
 _STATE = 16  # bytes of a parameter: weight, gradient and Adam's two moments in fp32
-_ALIKE = 1.5  # a step of another activity is taken up to this factor
 _ALL, _NODE = "all GPUs", "a node"  # over what the parameters are sharded
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What is assumed: GPUs of a node, bytes/s that a GPU sends, bytes, and watts while it waits.
-
-    within: to GPUs of its node; between: to other nodes. weight, gradient: bytes of what is sent.
-    Raises ValueError for a number that is not above 0.
-    """
+    """GPUs of a node, bytes/s that a GPU sends within it and to others, bytes, and idle watts."""
 
     node: int = 8
     within: float = 450e9
@@ -44,10 +37,6 @@ class Cluster:
     weight: int = 4
     gradient: int = 4
     waiting: float = 120.0
-
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            _check_positive(name, value)
 
     def sending(self, parameters: float, gpus: int, shards: str, steps: int) -> tuple[float, float]:
         """Return the bytes that a GPU sends in a step of `steps` micro-batches, and the seconds."""
@@ -66,53 +55,34 @@ class Cluster:
         return inside + copied, inside / self.within + copied / self.between
 
 
-def _check_positive(name: str, value: float) -> None:
-    require(value > 0, f"{name} is {value}; expected a number above 0")
-
-
 def training_costs(
     rows: pd.DataFrame,
-    model: str = "2b",
+    model: str,
     *,
     active: float,
     tokens: float,
     batch_tokens: int,
-    gpus: int | Sequence[int] = (8, 64, 512),
-    cluster: Cluster | None = None,
+    gpus: Sequence[int],
+    cluster: Cluster,
 ) -> pd.DataFrame:
     """Return one row a provider, number of GPUs and sharding, for a training of `tokens` tokens.
 
-    rows: of data/bench/train_step.csv; taken are those of `model` and the paper's profile whose
-    activity is nearest to `active` neurons per token and layer, of one call.
-    Columns: active (of the measured step), gpus, shards, sequences (of a GPU and step), compute and
-    send (ms of a step), sent_gb (of a GPU and step), hours where sending overlaps computing and
-    hours_apart where it does not, efficiency (%, of the first), energy (MWh of the GPUs), memory
-    (GB of a GPU).
-
-    Raises ValueError where there is no row of about this activity, for numbers that are not above
-    0, and for GPUs that cannot share a step's sequences or fill nodes.
+    rows: of train_step.csv, of which the one call counts whose activity is nearest to `active`
+    neurons per token and layer. compute and send are ms of a step, sent_gb is of a GPU and step;
+    hours is the training where sending overlaps computing, hours_apart where it does not;
+    efficiency is in %, energy in MWh of all GPUs, memory in GB of one. Raises ValueError for GPUs
+    that cannot share a step.
     """
-    gpus = [gpus] if isinstance(gpus, int) else gpus
-    given = {"active": [active], "tokens": [tokens], "batch_tokens": [batch_tokens], "gpus": gpus}
-    for name, value in ((name, value) for name, values in given.items() for value in values):
-        _check_positive(name, value)
-    cluster, measured = cluster or Cluster(), step_speedups(rows)
-    fits = measured["profile"].eq("paper") & ~measured["checkpoint_activations"].astype(bool)
-    known, measured = measured[fits], measured[fits & (measured["model"] == model)]
-    if measured.empty:
-        names = ", ".join(sorted(set(known["model"])))
-        raise ValueError(f"model is {model!r}; steps were measured of {names}")
-    newest_first = measured.sort_values("date", ascending=False, kind="stable")
-    nearest, there = newest_first.loc[
-        (newest_first["active"] - active).abs().idxmin(), ["date", "active"]
-    ]
-    if not 1 / _ALIKE <= active / there <= _ALIKE:
-        levels = ", ".join(f"{level:g}" for level in sorted(set(measured["active"])))
-        raise ValueError(f"active is {active:g}; steps of {model} were measured with {levels}")
+    measured = step_speedups(rows).query(f"profile == 'paper' and model == {model!r}")
+    measured = measured[~measured["checkpoint_activations"].astype(bool)]
+    measured = measured.sort_values("date", ascending=False, kind="stable")
+    newest = measured.loc[(measured["active"] - active).abs().idxmin(), "date"]
     table = []
-    for row in measured[measured["date"] == nearest].to_dict("records"):
+    for row in measured[measured["date"] == newest].sort_index().to_dict("records"):
         for number in gpus:
-            sequences = _share(batch_tokens, row["context"], number, cluster.node)
+            sequences, left = divmod(batch_tokens, row["context"] * number)
+            if left or (number > cluster.node and number % cluster.node):
+                raise ValueError(f"{number} GPUs cannot share a step of {batch_tokens:,} tokens")
             for shards in (_ALL, _NODE) if number > cluster.node else (_ALL,):
                 one = {"provider": row["provider"], "active": row["active"], "gpus": number}
                 one |= {"shards": shards, "sequences": sequences}
@@ -121,7 +91,7 @@ def training_costs(
 
 
 def _costs(row: dict, case: dict, batches: float, cluster: Cluster) -> dict:
-    """Return the other columns: of a measured step, a number of GPUs, and steps of all of them."""
+    """Return the costs of a measured step on a number of GPUs."""
     work = case["sequences"] / row["micro_batch"]
     steps, parameters = math.ceil(work), row["parameters"]
     sent, send = cluster.sending(parameters, case["gpus"], case["shards"], steps)
@@ -145,19 +115,7 @@ def _costs(row: dict, case: dict, batches: float, cluster: Cluster) -> dict:
 
 def stops_scaling(costs: pd.DataFrame) -> Iterator[dict]:
     """Yield for each provider and sharding the fewest GPUs whose sending exceeds computing."""
-    waits = costs[costs["send"] > costs["compute"]]
     for (provider, shards), some in costs.groupby(["provider", "shards"], sort=False):
-        first = waits.loc[waits["provider"].eq(provider) & waits["shards"].eq(shards), "gpus"]
-        most = some["gpus"].max()
-        stops = first.min() if len(first) else f"above {most}"
+        waits = some.loc[some["send"] > some["compute"], "gpus"]
+        stops = waits.min() if len(waits) else f"above {some['gpus'].max()}"
         yield {"provider": provider, "shards": shards, "gpus": stops}
-
-
-def _share(batch_tokens: int, context: int, gpus: int, node: int) -> int:
-    """The sequences of a GPU in a step."""
-    if gpus > node and gpus % node:
-        raise ValueError(f"{gpus} GPUs are no whole nodes of {node}")
-    if batch_tokens % (context * gpus):
-        sequences = f"a step has {batch_tokens / context:g} sequences of {context} tokens"
-        raise ValueError(f"{sequences}, which {gpus} GPUs cannot share alike")
-    return batch_tokens // (context * gpus)

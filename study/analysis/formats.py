@@ -14,10 +14,8 @@ import pandas as pd
 def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: int) -> pd.DataFrame:
     """Return a small matrix packed in each format, cell by cell, to be drawn (Fig. 1).
 
-    dense [M, N] float32. Columns: format ("Dense", "ELL", "TwELL", "Hybrid"); part of that format;
-    row and slot of the cell within the part; token, its row of `dense`; kind ("value", "count",
-    "unused", "zero"); label, the column in `dense` of a value, the number in a count, -1 otherwise.
-    TwELL is the one-matrix form. Read from the packed objects.
+    dense [M, N] float32. row and slot: of the cell within its part; token: its row of `dense`;
+    kind: "value", "count", "unused" or "zero"; label: the column in `dense` of a value, or a count.
     """
     import torch
 
@@ -78,12 +76,9 @@ def format_bytes(
 ) -> pd.DataFrame:
     """Return the bytes of each format by activity, from packing random bf16 matrices (Fig. 1).
 
-    For each mean number of active neurons in `active`, a matrix [num_tokens, intermediate_size] is
-    drawn with uneven rows, as the paper reports them: their means are lognormal with standard
-    deviation `spread` of the logarithm (at 1 the longest of 1,000 rows is about ten times the
-    mean). Which neurons are active is independent, as TwELL hopes. Columns: active and active_share
-    as drawn, format, nbytes (of all tensors, overflow and backup rows included), relative (to dense
-    bf16).
+    active: mean numbers of active neurons. Rows are uneven, as the paper reports them: their means
+    are lognormal with standard deviation `spread` of the logarithm. nbytes is of all tensors,
+    relative is to dense bf16.
     """
     import torch
 

@@ -21,12 +21,10 @@ RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race
 def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the recipe's outcome by training tokens and level, of levels with several budgets.
 
-    Each number of tokens is a schedule of its own. Columns: tokens, l1_coefficient, runs (seeds),
-    dense_runs (those at L1 = 0), and for active (neurons), dead (%), change (of held-out
-    cross-entropy, % over L1 = 0 on the same tokens) and train_change (of that on the training text
-    at the end of training) the mean over seeds, NAME_low and NAME_high: the 95% interval by the
-    noise of seeds on these tokens (`noise_limit`), NaN for a single run. Of the changes also NaN
-    where L1 = 0 has a single run.
+    Each number of tokens is a schedule of its own. active (neurons), dead (%), change (of held-out
+    cross-entropy, % over L1 = 0 on the same tokens) and train_change (the same on the training text
+    at the end of training) are means over seeds. NAME_low to NAME_high is the 95% interval by the
+    noise of seeds on these tokens (`noise_limit`), NaN where a side has a single run.
     """
     names = ["active", "dead", "change", "train_change"]
     names = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
@@ -89,14 +87,11 @@ def _interval(name: str, mean: float, limit: float) -> dict[str, float]:
 def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return how the change of held-out cross-entropy rises over doublings of tokens, by level.
 
-    runs, log: as for `over_tokens`; a level with L1 counts that has three numbers of tokens or more
-    with runs at L1 = 0 too. Columns: l1_coefficient, budgets (their number), runs (all that count),
-    first and last (tokens); last_runs, last_change and last_train_change: seeds and means on most
-    tokens; slope of a straight line (points of % a doubling); bend of a parabola (by how much a
-    doubling adds more than the one before) and later_bend, without the fewest tokens; NAME_limit.
-    Least squares on the runs, with a mean of L1 = 0 for each number of tokens; limits are 95%
-    intervals (Student's t), as if all runs scattered alike, NaN for a curve through every run. They
-    say nothing of more tokens.
+    Levels with three numbers of tokens or more count. slope: of a straight line (points of % a
+    doubling); bend: of a parabola (by how much a doubling adds more than the one before);
+    later_bend: the same without the fewest tokens. Least squares on the runs, with a mean of L1 = 0
+    for each number of tokens; NAME_limit is the 95% interval (Student's t), NaN for a curve through
+    every run.
     """
     tables = [table.dropna(subset=_LOSS) for table in _budgets(runs, log)]
     present, rows = {level for table in tables for level in table["l1_coefficient"]}, []
@@ -114,7 +109,6 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
                 "runs": len(every),
                 "first": every["tokens"].min(),
                 "last": every["tokens"].max(),
-                "last_runs": len(most),
                 "last_change": most[_LOSS].mean(),
                 "last_train_change": most["train_change"].mean(),
                 **_fitted("slope", every, 1),
@@ -122,7 +116,7 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
                 **_fitted("later_bend", every[every["tokens"] > every["tokens"].min()], 2),
             }
         )
-    names = "l1_coefficient budgets runs first last last_runs last_change last_train_change slope"
+    names = "l1_coefficient budgets runs first last last_change last_train_change slope"
     names += " slope_limit bend bend_limit later_bend later_bend_limit"
     return pd.DataFrame(rows, columns=names.split())
 
@@ -152,10 +146,9 @@ def _fitted(name: str, runs: pd.DataFrame, degree: int) -> dict[str, float]:
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the validations of complete runs over the seconds of training, slowest run first.
 
-    Columns: run, backend, l1_coefficient, tokens, seconds (of training alone, by the logged
-    tokens/s), cross_entropy, peak_memory (the run's most bytes, NaN on a CPU), train_last
-    (cross-entropy on the training text at the end of training). Raises ValueError when runs differ
-    in more than backend and level.
+    seconds are of training alone, by the logged tokens/s; peak_memory is the run's most bytes;
+    train_last is the cross-entropy on the training text at the end. Raises ValueError when runs
+    differ in more than backend and level.
     """
     columns = "run backend l1_coefficient tokens seconds cross_entropy peak_memory train_last"
     columns = columns.split()
@@ -184,11 +177,9 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
     """Return the seconds and tokens after which each run of `race` has a loss.
 
-    loss: in nats; without one it is the highest of their last losses, which all reach. Between
-    validations a monotone cubic is drawn: a straight line lies above a curve that bends as these
-    do, the more the farther a validation is. Columns: run, backend, l1_coefficient, cross_entropy,
-    seconds, tokens (NaN where it is not reached), last (its own last loss), peak_memory and
-    train_last.
+    loss: in nats, by default the highest of their last losses, which all reach. Between validations
+    a monotone cubic is drawn. tokens is NaN where the loss is not reached; last is the run's own
+    last loss.
     """
     last = raced.groupby("run", sort=False)["cross_entropy"].last()
     rows = []

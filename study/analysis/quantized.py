@@ -57,23 +57,21 @@ def of_fp8_calls(rows: pd.DataFrame) -> pd.DataFrame:
 def fastest(table: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest row of each case and side, of the newest call that measured the side.
 
-    table: `speedups`, `model_speedups` or `decode_speedups`, which may be empty. Added columns:
-    side; over_fp8 and energy_over_fp8, the speed-up and the change of energy in % over the fastest
-    dense FP8 of the same call and the same linear layers (NaN for sides in bf16, or without).
+    table: `speedups`, `model_speedups` or `decode_speedups`. Added columns: side, and over_fp8, the
+    speed-up over the fastest dense FP8 of the same call and the same linear layers.
     """
     table = table.assign(side=[side_of(name) for name in table.get("provider", [])])
     table = table[table["side"] != ""]
     if table.empty:
-        return table.assign(over_fp8=np.nan, energy_over_fp8=np.nan)
+        return table.assign(over_fp8=np.nan)
     columns = dict.fromkeys([*CASE, *MODEL_CASE, "steps", "tuned"])
     case = [column for column in columns if column in table]
     call = [*case, *CALL, "active"]
     table = table.sort_values("p50", kind="stable").drop_duplicates([*call, "side"]).sort_index()
     table["in"] = table["side"].str.partition(" ")[2]
-    other = table.loc[table["side"].str.startswith("dense "), [*call, "in", "p50", "energy"]]
+    other = table.loc[table["side"].str.startswith("dense "), [*call, "in", "p50"]]
     table = table.merge(other, on=[*call, "in"], how="left", suffixes=("", "_fp8"))
     table["over_fp8"] = table.pop("p50_fp8") / table["p50"]
-    table["energy_over_fp8"] = 100 * (table["energy"] / table.pop("energy_fp8") - 1)
     return _newest(table.drop(columns="in"), [*case, "side"]).reset_index(drop=True)
 
 

@@ -1,4 +1,4 @@
-"""Tables of models that `twell relufy` changed, and of the speed that their activity allows. Ours.
+"""Tables of pretrained models that `twell relufy` made sparse, and of the speed of their activity.
 
 A run of `twell relufy` has a teacher. Its log has the KL divergence from the teacher.
 """
@@ -10,22 +10,21 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from study.analysis.items import DRAWS, answer_records, paired_records
 from study.analysis.runs import check_alike
+from study.analysis.tasks import DRAWS, answer_records, paired_records
 from twell.measure import providers
-from twell.tables import last_validation, level_name, logged_layers
+from twell.tables import last_validation, level_name
 
 # Fields that tell such runs apart; all else has to be alike.
 _LEVEL = ["active_share", "l1_coefficient", "threshold", "sampled_share", "sampled_chat"]
 _LEVEL += ["hidden_weight"]
-ASKED = [*_LEVEL, "fit_tokens", "learning_rate", "tokens", "seed"]
-_SAMPLED = ["sampled_tokens", "samples"]
+ASKED = [*_LEVEL, "fit_tokens", "learning_rate", "tokens", "seed", "sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
 ALIKE = 0.05  # relative difference of activity
-# Runs of one pretrained model; worse learning rates and a lighter first L1 are left out.
+# Runs of one pretrained model, without worse learning rates and a lighter first L1.
 STUDENTS = "relufy-* again-* fitted-* hidden-* unfitted-* rate-5e-4-*"
-MANY_TOKENS = 16_384  # of a call, from which on a layer's speed hardly depends on their number
+MANY_TOKENS = 16_384  # tokens of a call, above which a layer's speed hardly depends on them
 _PAIRS = "run name reference beside task items accuracy other difference low high".split()
 ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's answers
 
@@ -33,14 +32,11 @@ ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's ans
 def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the outcome of each complete run of `twell relufy`, the sparsest last.
 
-    Columns: run, level (what was asked for), name (the same, with what else tells runs apart),
-    tokens, wanted (share of active neurons; 0: not steered), threshold (where it is steered the
-    last one) and by ("L1", also of ReLU alone, "L1, threshold 0.5", or "threshold" where that is
-    steered; with "sampled" or "conversations" where the teacher wrote some of the text, and with
-    "not fitted" or "fitted" where most are not so, and "rate 5e-4" where most have another); of the
-    last validation active_fraction (mean over layers), kl, cross_entropy, cross_entropy_teacher and
-    rise (their difference), in nats, and dead_fraction; l1, the last coefficient. Other runs are
-    left out. Raises ValueError for runs of several models or texts.
+    level: what was asked for; name: the same, with what else tells runs apart; wanted: the share of
+    active neurons that was asked for (0: none); by: what makes neurons inactive; l1 and threshold:
+    the last ones. Of the last validation: active_fraction (mean over layers), kl, cross_entropy,
+    cross_entropy_teacher and rise (their difference), in nats, and dead_fraction. Raises ValueError
+    for runs of several models or texts.
     """
     complete = _complete(runs)
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
@@ -52,16 +48,10 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table = table.join(means.reindex(columns=metrics))
     table["rise"] = table["cross_entropy"] - table["cross_entropy_teacher"]
     cut = (complete["active_share"] > 0) & (complete["l1_coefficient"] == 0)
-    fixed = [
-        f"L1, threshold {threshold:g}" if threshold else "L1" for threshold in table["threshold"]
-    ]
+    fixed = [f"L1, threshold {one:g}" if one else "L1" for one in table["threshold"]]
     table["by"] = np.where(cut, "threshold", fixed)
-    written = np.where(complete["sampled_chat"], ", conversations", ", sampled")
-    table["by"] += np.where(complete["sampled_share"] > 0, written, "")
-    table["by"] += complete["hidden_weight"].map(_hidden)
-    table["by"] += complete["unusual"]
-    # Of what is not steered the log has nothing: the configuration's is the last. A log of printed
-    # lines alone has no threshold.
+    # A log has steered values alone: the configuration has the others. A log of printed lines has
+    # no threshold.
     for name, of in (("l1", "l1_coefficient"), ("threshold", "threshold")):
         steered = log[(log["split"] == "train") & (log["metric"] == of)]
         table[name] = steered.groupby("run")["value"].last().reindex(table.index)
@@ -69,43 +59,13 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values("active_fraction", ascending=False).reset_index()
 
 
-def relufied_course(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
-    """Return KL divergence and activity over the training of each complete run.
-
-    Columns: run, name, tokens, kl (nats), active_fraction: means over the steps since the row
-    before; the first row is the teacher with ReLU, fitted or not, before any step. A log of printed
-    lines has no activity there, and so not this row.
-    """
-    complete = _complete(runs)
-    rows = log[log["run"].isin(complete.index) & log["metric"].isin(["kl", "active_mean"])]
-    rows = rows[(rows["split"] == "train") | (rows["step"] == 0)]
-    means = rows.groupby(["run", "tokens", "metric"])["value"].mean().unstack().reset_index()
-    width = means["run"].map(complete["intermediate_size"])
-    means["active_fraction"] = means.pop("active_mean") / width
-    means.insert(1, "name", means["run"].map(complete["name"]))
-    return means.rename_axis(columns=None).dropna().reset_index(drop=True)
-
-
-def relufied_layers(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
-    """Return `logged_layers` of each complete run, with its run and name."""
-    layers = {
-        (run, row["name"]): logged_layers(log[log["run"] == run], row["intermediate_size"])
-        for run, row in _complete(runs).iterrows()
-    }
-    return (
-        pd.concat(layers, names=["run", "name"]).reset_index(["run", "name"]).reset_index(drop=True)
-    )
-
-
 def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
     """Return how much more accurate each complete run is than its references, item by item.
 
     items: answers of `study.keep` with a column run. The references are the original, whose name
-    ends with the hash of the run's teacher, and ReLU alone: without L1 and threshold, on as many
-    tokens, at the usual learning rate; of several such runs the last by name. Columns: run, name,
-    reference (ORIGINAL or WITHOUT_L1), beside (its answers' name) and those of `paired_records`, a
-    row a task and the mean of the tasks. A run without answers has no rows. Raises ValueError for a
-    run and a reference with answers of different tasks.
+    ends with the hash of the run's teacher, and ReLU alone on as many tokens, at the usual learning
+    rate; of several such runs the last by name. Columns: run, name, reference (ORIGINAL or
+    WITHOUT_L1), beside (its answers' name) and those of `paired_records`.
     """
     complete, parts = _complete(runs), []
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
@@ -117,7 +77,6 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
         for reference, other in ((ORIGINAL, original), (WITHOUT_L1, alone.get(row["tokens"]))):
             itself = reference == WITHOUT_L1 and row["level"] == WITHOUT_L1
             if run in records and other in records and not itself:
-                _check_tasks(records, run, other)
                 pairs = paired_records(records[run], records[other])
                 names = {"run": run, "name": row["name"], "reference": reference, "beside": other}
                 parts.append(pairs.assign(**names))
@@ -125,11 +84,10 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
 
 
 def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return a line on the answers of each run that has some, in the order of `relufied_runs`.
+    """Return the mean accuracy of each run with answers (%), and its difference from each reference.
 
-    table, pairs: `relufied_runs` and `relufied_pairs`. Columns: name, active_fraction, accuracy
-    (mean over tasks, %), the difference from each reference in points with its 95% interval over
-    items, and worse: tasks whose whole interval is below the original.
+    table, pairs: `relufied_runs` and `relufied_pairs`. Differences are in points with the 95%
+    interval over items. worse: the number of tasks whose whole interval is below the original.
     """
     references = {reference: f"over {reference}" for reference in (ORIGINAL, WITHOUT_L1)}
     lines = []
@@ -149,16 +107,27 @@ def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of each level that were trained on several budgets.
+def _points(means: pd.Series) -> str:
+    """Return a difference in points with its interval."""
+    ends = 100 * means[["difference", "low", "high"]].astype(float).round(3) + 0.0  # no -0
+    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*ends).replace("-", "−")
 
-    table, pairs: `relufied_runs` and `relufied_pairs`. Columns: those of `relufied_runs`, and of
-    the mean over tasks difference, low and high (from the original, shares of 1; NaN without
-    answers). By share, by what makes it sparse, and by tokens.
+
+def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of each level that was trained on several numbers of tokens.
+
+    table, pairs: `relufied_runs` and `relufied_pairs`. difference, low and high are of the mean
+    over tasks, from the original (shares of 1).
     """
     several = table[table.groupby("level")["tokens"].transform("nunique") > 1]
-    several = several.sort_values(["wanted", "by", "tokens"], ignore_index=True)
-    return several.join(_over_original(pairs), on="run")
+    several = several.sort_values(["wanted", "level", "tokens"], ignore_index=True)
+    over = _beside_original(pairs)[["difference", "low", "high"]].astype(float)
+    return several.join(over, on="run")
+
+
+def _beside_original(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the mean over tasks, by run."""
+    return pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
 
 
 def relufied_frontier(
@@ -167,11 +136,10 @@ def relufied_frontier(
     """Return the line through all students of their accuracy over the divergence.
 
     table, pairs: `relufied_runs` and `relufied_pairs`; items: the answers of these. A line of least
-    squares through the differences from the original (shares of 1) over ln KL: students (their
-    number), slope, intercept, deviation (standard deviation of students around it), nearest (their
-    least KL), lost, and kl, at which the line is `lost` below the original, with low and high. This
-    95% interval is from bootstrap samples of items, which all students answer, and of students; it
-    takes the form of the line for granted. Raises ValueError for fewer than three students.
+    squares through the differences from the original (shares of 1) over ln KL: slope, intercept,
+    deviation of students around it, and kl, at which the line is `lost` below the original, with
+    low and high. This 95% interval is from bootstrap samples of items, which all students answer,
+    and of students. Raises ValueError for fewer than three students.
     """
     over = _beside_original(pairs)[["difference", "beside"]].dropna()
     answered = table.set_index("run").join(over, how="inner")
@@ -182,40 +150,39 @@ def relufied_frontier(
     resampled = _differences(answered["beside"], items, random)
     draws = random.integers(len(x), size=(DRAWS, len(x)))
     slopes, intercepts = _line(x[draws], np.take_along_axis(resampled, draws, axis=1))
-    slopes = np.where(slopes == 0, np.nan, slopes)  # level: never there
+    slopes = np.where(slopes == 0, np.nan, slopes)  # a level line never gets there
     low, high = np.exp(np.nanquantile((-lost - intercepts) / slopes, [0.025, 0.975]))
     slope, intercept = _line(x, y)
     off = y - intercept - slope * x
-    return {
-        "students": len(x),
-        "slope": float(slope),
-        "intercept": float(intercept),
-        "lost": lost,
-        "deviation": float(np.sqrt((off**2).sum() / (len(x) - 2))),
-        "nearest": float(answered["kl"].min()),
-        "kl": float(np.exp((-lost - intercept) / slope)),
-        "low": float(low),
-        "high": float(high),
-    }
+    deviation = np.sqrt((off**2).sum() / (len(x) - 2))
+    line = {"slope": slope, "intercept": intercept, "lost": lost, "deviation": deviation}
+    line |= {"kl": np.exp((-lost - intercept) / slope), "low": low, "high": high}
+    return {"students": len(x)} | {name: float(value) for name, value in line.items()}
 
 
 def _differences(beside: pd.Series, items: pd.DataFrame, random: np.random.Generator) -> np.ndarray:
-    """Mean differences of students from their originals in samples of items, [DRAWS, students].
+    """Return mean differences of students from their originals in samples of items, [DRAWS, runs].
 
     beside: the original's answers, by run. All students answer the same sample.
     """
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
-    tasks = records[beside.index[0]]["tasks"]
+    tasks = list(records[beside.index[0]])
     total = np.zeros((DRAWS, len(beside)))
-    for task, fact in tasks.items():
-        marks = {
-            run: np.frombuffer(records[run]["tasks"][task]["correct"].encode(), np.uint8)
-            for run in {*beside.index, *beside}
-        }
-        gains = np.array([marks[run] - marks[other].astype(float) for run, other in beside.items()])
-        number = fact["items"]
+    for task in tasks:
+        gains = np.array(
+            [records[run][task] - records[other][task] for run, other in beside.items()]
+        )
+        number = gains.shape[1]
         total += random.multinomial(number, np.full(number, 1 / number), DRAWS) @ gains.T / number
     return total / len(tasks)
+
+
+def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return slope and intercept of least squares over the last axis; NaN where all x are one."""
+    from_mean = x - x.mean(-1, keepdims=True)
+    square = (from_mean**2).sum(-1)
+    slope = (from_mean * y).sum(-1) / np.where(square > 0, square, np.nan)
+    return slope, y.mean(-1) - slope * x.mean(-1)
 
 
 def relufied_outlook(
@@ -223,19 +190,18 @@ def relufied_outlook(
 ) -> pd.DataFrame:
     """Return how many tokens would bring each level to the divergence of `relufied_frontier`.
 
-    table, pairs: `relufied_runs` and `relufied_pairs`. Of levels with several budgets, whose
-    activity differs by at most ALIKE, the runs on the fewest and the most tokens count. Columns:
-    level, runs (that count), fewest and most (tokens), of the latter active_fraction, kl (geometric
-    mean) and difference, halving (the divergence after twice the tokens over that before), and
-    tokens, with fewer and more for the ends of the frontier's interval, if each doubling went on
-    alike: `most` where that is near enough, infinite where the divergence does not fall.
+    table, pairs: `relufied_runs` and `relufied_pairs`. Levels with several budgets whose activity
+    differs by at most ALIKE count, with the runs on the fewest and the most tokens. kl is the
+    geometric mean on most tokens, halving the divergence after twice the tokens over that before.
+    tokens, with fewer and more for the ends of the frontier's interval, is what is needed if each
+    doubling went on alike: `most` where that is near enough, infinite where nothing falls.
     """
     lines = []
     for level, runs in relufied_budgets(table, pairs).groupby("level"):
         fewest, most = runs["tokens"].min(), runs["tokens"].max()
         first, last = runs[runs["tokens"] == fewest], runs[runs["tokens"] == most]
         shares = pd.concat([first, last])["active_fraction"]
-        if fewest == most or shares.max() > (1 + ALIKE) * shares.min():
+        if shares.max() > (1 + ALIKE) * shares.min():
             continue
         before, kl = (float(np.exp(np.log(some["kl"]).mean())) for some in (first, last))
         exponent = np.log(kl / before) / np.log(most / fewest)
@@ -250,20 +216,11 @@ def relufied_outlook(
     return pd.DataFrame(lines)
 
 
-def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Slope and intercept of least squares over the last axis; NaN where all x are one."""
-    from_mean = x - x.mean(-1, keepdims=True)
-    square = (from_mean**2).sum(-1)
-    slope = (from_mean * y).sum(-1) / np.where(square > 0, square, np.nan)
-    return slope, y.mean(-1) - slope * x.mean(-1)
-
-
 def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest sparse path in bf16 of each measured layer, by share of active neurons.
 
-    table: `speedups`. One token in a CUDA graph, and calls of MANY_TOKENS and more with skewed
-    activity. Columns: device, calls ("one token", "many tokens"), hidden_size, intermediate_size,
-    gated, pattern, tokens, active_fraction, provider, speedup.
+    table: `speedups`. One token in a CUDA graph, and calls of MANY_TOKENS and more, with skewed
+    activity.
     """
     sparse = table[table["provider"].map(providers.is_sparse).astype(bool)]
     sparse = sparse[~sparse["provider"].str.contains("FP8") & (sparse["active"] > 0)]
@@ -277,39 +234,17 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     sparse = sparse[(sparse["calls"] != "") & kind]
     case = ["device", "calls", "hidden_size", "intermediate_size", "gated", "pattern", "tokens"]
     case.append("active_fraction")
-    best = sparse.sort_values("speedup").groupby(case, as_index=False).last()
-    return best[[*case, "provider", "speedup"]]
+    return sparse.sort_values("speedup").groupby(case, as_index=False).last()
 
 
-def _over_original(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Difference, low and high of the mean over tasks, by run."""
-    return _beside_original(pairs)[["difference", "low", "high"]].astype(float)
-
-
-def _beside_original(pairs: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the mean over tasks, by run."""
-    return pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
-
-
-def _check_tasks(records: dict[str, dict], *runs: str) -> None:
-    """Means over other tasks would not compare."""
-    one, other = (records[run]["tasks"].keys() for run in runs)
-    if one != other:
-        named = ", ".join(sorted(one ^ other))
-        raise ValueError(f"of {' and '.join(runs)} only one has answers of {named}")
-
-
-def _points(means: pd.Series) -> str:
-    """A difference in points with its interval."""
-    ends = 100 * means[["difference", "low", "high"]].astype(float).round(3) + 0.0  # no -0
-    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*ends).replace("-", "−")
+# --- names of runs --------------------------------------------------------------------------------
 
 
 def _complete(runs: pd.DataFrame) -> pd.DataFrame:
-    """The complete runs with a teacher, by run, which have to differ in what was asked for alone.
+    """Return the complete runs with a teacher, by run, with their level and name.
 
-    level: what that is; name: with tokens where they are not the usual ones, and with the run where
-    several were asked for the same.
+    They may differ only in what was asked for. name: the level with the tokens where they are not
+    the usual ones, and with the run where several were asked for the same.
     """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers].copy()
@@ -318,17 +253,15 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
         complete[field] = given.astype(float).fillna(0)
     if complete.empty:
         raise ValueError(f"none of {', '.join(runs['run'])} is a complete run of `twell relufy`")
-    rule = "these runs have to be of one teacher and text"
     known = "teacher_sha256" in complete and complete["teacher_sha256"].notna().all()
-    folders = ["teacher", "tokenizer"] if known else []  # of one teacher, wherever it lies
-    check_alike(
-        complete, [*ASKED, *_SAMPLED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"], rule
-    )
-    fitted = complete["fit_tokens"] > 0
-    complete["unusual"] = _unusual(fitted, {True: ", fitted", False: ", not fitted"}.get)
-    complete["unusual"] += _unusual(complete["learning_rate"], lambda r: f", rate {level_name(r)}")
+    folders = ["teacher", "tokenizer"] if known else []  # one teacher, wherever it lies
+    may_differ = [*ASKED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"]
+    check_alike(complete, may_differ, "these runs have to be of one teacher and text")
+    fitted = {True: ", fitted", False: ", not fitted"}.get
+    unusual = _unusual(complete["fit_tokens"] > 0, fitted)
+    unusual += _unusual(complete["learning_rate"], lambda rate: f", rate {level_name(rate)}")
     levels = [_level(*asked) for asked in complete[_LEVEL].to_numpy()]
-    complete = complete.assign(level=levels + complete["unusual"])
+    complete = complete.assign(level=levels + unusual)
     names = complete["level"]
     names = names + _unusual(complete["tokens"], lambda tokens: f", {tokens / 1e6:g} M tokens")
     names = names.where(~names.duplicated(keep=False), names + " (" + complete["run"] + ")")
@@ -336,36 +269,23 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _unusual(values: pd.Series, name: Callable[..., str]) -> pd.Series:
-    """The names of values, and nothing for the most frequent one."""
+    """Return the names of values, and nothing for the most frequent one."""
     return values.map(name).where(values != values.mode().iloc[0], "")
 
 
 def _level(
-    share: float,
-    coefficient: float,
-    threshold: float,
-    sampled: float = 0,
-    chat: float = 0,
-    hidden: float = 0,
+    share: float, l1: float, threshold: float, sampled: float, chat: float, hidden: float
 ) -> str:
-    """What was asked for: "ReLU alone", "10%", "10%, threshold 0.2", or "L1 = 1e-3" as it is.
+    """Return what was asked for: "ReLU alone", "10%, threshold 0.2", or "10% by a threshold".
 
-    Or "10% by a threshold", wherever that began. With ", 25% sampled" or ", 50% conversations"
-    where the teacher wrote text, and ", hidden states" where these were compared too,
-    with their weight where it is not 1.
+    With ", 25% sampled" or ", 50% conversations" where the teacher wrote text, and with ", hidden
+    states" where these were compared too, with their weight where it is not 1.
     """
-    if hidden:
-        return _level(share, coefficient, threshold, sampled, chat) + _hidden(hidden)
-    if sampled:
-        written = f"{100 * sampled:g}% {'conversations' if chat else 'sampled'}"
-        return f"{_level(share, coefficient, threshold)}, {written}"
-    if share and not coefficient:
-        return f"{100 * share:g}% by a threshold"
-    name = f"L1 = {level_name(coefficient)}" if coefficient else WITHOUT_L1
-    name = f"{100 * share:g}%" if share else name
-    return name + (f", threshold {threshold:g}" if threshold else "")
-
-
-def _hidden(weight: float) -> str:
-    """How the comparison of hidden states is named, with its weight where that is not 1."""
-    return f", hidden states{'' if weight == 1 else f' {weight:g}'}" if weight else ""
+    if share and not l1:
+        name = f"{100 * share:g}% by a threshold"
+    else:
+        name = f"L1 = {level_name(l1)}" if l1 else WITHOUT_L1
+        name = f"{100 * share:g}%" if share else name
+        name += f", threshold {threshold:g}" if threshold else ""
+    name += f", {100 * sampled:g}% {'conversations' if chat else 'sampled'}" if sampled else ""
+    return name + (f", hidden states{'' if hidden == 1 else f' {hidden:g}'}" if hidden else "")

@@ -1,4 +1,4 @@
-"""Tables of runs: their outcomes, an L1 sweep by level, curves over training, prices of activity.
+"""Tables of runs: outcomes, an L1 sweep by level, curves over training, and where activity is.
 
 A run is a row of the configurations and many rows of the log, both from `results.load_runs`.
 """
@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from twell.tables import last_validation, level_name
+from twell.tables import last_validation, level_name, logged_layers
 
 if TYPE_CHECKING:
     import twell
 
-# Below 1 token in 100 that activates even one neuron, a layer passes nothing on: it is dead.
+# A layer is dead if fewer than 1 token in 100 activates even one neuron.
 MIN_LAYER_ACTIVE = 0.01
-# Silencing all feed-forward layers of a working model costs far more than this many nats. Where it
-# costs less, the model does without them, and its sparsity says nothing about sparse layers.
+# Where silencing all feed-forward layers costs fewer nats, the model does without them, and its
+# sparsity says nothing about sparse layers.
 MIN_FFN_GAIN = 0.05
 STATUSES = ["alive", "unused", "dead layer"]  # of a run, from good to bad
-# The rise of cross-entropy over L1 = 0, in %, that the paper accepts up to 3e-5 (section 4.2).
-MAX_PRICE = 2.0
+MAX_PRICE = 2.0  # the rise of cross-entropy over L1 = 0, in %, that the paper accepts (section 4.2)
 # What the recipe leaves out. A configuration without one of these fields is older than the choice.
 RECIPE = {"activation": "relu", "gated": True, "reinit": 0.0, "l1_zero_steps": 0}
 RECIPE |= {"l1_warmup_steps": 0, "balance_every": 0}
-# Runs of one sweep may differ in: level, seed, how and when they were computed, what was logged.
+# Runs of one sweep may differ in level and seed, and in how and when they were computed.
 COMPUTED_BY = "backend micro_batch checkpoint_activations compile".split()
 MAY_DIFFER = "run path complete parameters device versions commit command".split()
 MAY_DIFFER += ["l1_coefficient", "seed", *COMPUTED_BY]
@@ -44,7 +43,7 @@ def choice(runs: pd.DataFrame) -> pd.Series:
     """Return how the configuration of each run departs from the recipe.
 
     "recipe", or one or more of "SiLU", "non-gated", "re-initialisation", "L1 warm-up" and
-    "balanced columns", joined by " + ". The level of L1, sizes, tokens and seed are no choices.
+    "balanced columns", joined by " + ".
     """
     config = runs.reindex(columns=list(RECIPE)).astype(object).fillna(RECIPE)
     departs = pd.DataFrame(
@@ -61,10 +60,7 @@ def choice(runs: pd.DataFrame) -> pd.Series:
 
 
 def described(runs: pd.DataFrame) -> str:
-    """Return the model that runs share, in words: parameters, layers, training tokens, L1.
-
-    Left out is a field that a run lacks, or in which runs differ.
-    """
+    """Return the model that runs share, in words, without the fields in which they differ."""
     words = {
         "parameters": lambda n: f"{n / 1e6:,.3g} M parameters",
         "num_layers": lambda n: f"{n:.0f} layers",
@@ -107,50 +103,38 @@ def check_alike(runs: pd.DataFrame, may_differ: Iterable[str], rule: str) -> Non
 def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the outcome of each complete run of an L1 sweep, by rising level (Fig. 3).
 
-    Of the last validation, activity as the mean over layers: cross_entropy, cross_entropy_silenced
-    (without feed-forward layers), ffn_gain (their difference), in nats; active, active_fraction (of
-    intermediate_size), active_init (before the first step), fall (active_init / active);
-    cross_entropy_change in % of the mean at L1 = 0 (NaN without such a run); min_layer_active;
-    dead_fraction (inactive in the whole validation sample). dead_fraction_train: inactive in the
-    last full window of training tokens, NaN before one is full. status: one of STATUSES; choice: as
-    `choice`. Raises ValueError when no run is complete, or when they differ in more than level and
-    seed.
+    Of the last validation, activity as the mean over layers: cross_entropy and ffn_gain (what
+    silencing all feed-forward layers costs), in nats; active and active_fraction;
+    cross_entropy_change in % of the mean at L1 = 0; dead_fraction. dead_fraction_train: the share
+    of neurons that were silent in the last full window of training. status: one of STATUSES.
+    Raises ValueError when no run is complete, or when they differ in more than level and seed.
     """
     complete = runs[runs["complete"]]
     if complete.empty:
         raise ValueError(f"none of the {len(runs)} runs is complete: {', '.join(runs['run'])}")
     chosen = choice(complete)
-    if chosen.nunique() > 1:
-        first = complete.groupby(chosen, sort=False)["run"].first()
-        named = ", ".join(f"{name} ({run})" for name, run in first.items())
-        rule = "a sweep compares levels of one choice; these runs are of several"
-        raise ValueError(f"{rule}: {named}; see analysis.choice")
-    rule = "a sweep compares runs of one model and token budget, by level and seed"
-    check_alike(complete, MAY_DIFFER, rule)
+    rule = "a sweep compares runs of one model, choice and token budget, by level and seed"
+    check_alike(complete.assign(choice=chosen), MAY_DIFFER, rule)
 
     table = complete[["run", "l1_coefficient", "tokens"]].set_index("run")
     log = log[log["run"].isin(table.index)]
     by_metric = last_validation(log).groupby(["run", "metric"])["value"]
     means, least, most = by_metric.mean().unstack(), by_metric.min(), by_metric.max()
-    first = log.query("split == 'valid' and step == 0 and metric == 'active_mean'")
 
     table["cross_entropy"] = means["cross_entropy"]
-    table["cross_entropy_silenced"] = means["cross_entropy_silenced"]
-    table["ffn_gain"] = table["cross_entropy_silenced"] - table["cross_entropy"]
+    table["ffn_gain"] = means["cross_entropy_silenced"] - table["cross_entropy"]
     table["active"] = means["active_mean"]
     table["active_fraction"] = table["active"] / complete["intermediate_size"].iloc[0]
-    table["active_init"] = first.groupby("run")["value"].mean()
-    table["fall"] = table["active_init"] / table["active"]
     table["cross_entropy_change"] = cross_entropy_change(table)
-    table["min_layer_active"] = least.xs("active_mean", level="metric")
     table["dead_fraction"] = means["dead_fraction"]
     windows = training_curves(complete, log, "dead_fraction")
     table["dead_fraction_train"] = windows.groupby("run")["value"].last()
 
-    used = table["ffn_gain"] >= MIN_FFN_GAIN  # not of NaN, which shows no gain
+    used = table["ffn_gain"] >= MIN_FFN_GAIN  # NaN shows no gain
     table["status"] = np.where(used, "alive", "unused")
     dead = most.xs("dead_fraction", level="metric").reindex(table.index) >= 1
-    table.loc[dead | (table["min_layer_active"] < MIN_LAYER_ACTIVE), "status"] = "dead layer"
+    dead |= least.xs("active_mean", level="metric").reindex(table.index) < MIN_LAYER_ACTIVE
+    table.loc[dead, "status"] = "dead layer"
     table["choice"] = chosen.iloc[0]
     return table.reset_index().sort_values(["l1_coefficient", "run"], ignore_index=True)
 
@@ -167,38 +151,19 @@ def cross_entropy_change(table: pd.DataFrame) -> pd.Series:
 
 
 def levels(table: pd.DataFrame) -> pd.DataFrame:
-    """Return `sweep` (or `choices`) by level of L1: means over runs, which differ by seed.
+    """Return means over seeds of `sweep` (or `choices`), a row a choice and level of L1.
 
-    Columns: those of `sweep`, `run` and `tokens` of the first run, `status` the worst; runs, their
-    number; and sample standard deviations (NaN for a single run): cross_entropy_std,
-    cross_entropy_change_std, active_std, active_fraction_std and dead_fraction_train_std.
+    `run` and `tokens` are of the first run, `status` is the worst; runs: their number.
     """
     table = table.assign(status=pd.Categorical(table["status"], STATUSES, ordered=True))
     groups = table.groupby(["choice", "l1_coefficient"], sort=False)
-    scattered = "cross_entropy cross_entropy_change active active_fraction dead_fraction_train"
     parts = [
         groups.mean(numeric_only=True).drop(columns="tokens"),
-        groups[scattered.split()].std().add_suffix("_std"),
         groups.size().rename("runs"),
         groups["status"].max().astype(str),
         groups[["run", "tokens"]].first(),
     ]
     return pd.concat(parts, axis=1).reset_index()
-
-
-def recommended(table: pd.DataFrame, max_price: float = MAX_PRICE) -> pd.Series:
-    """Return the row of `levels` that stands for the paper's 2e-5.
-
-    It is the sparsest level alive above 0 with a cross_entropy_change of at most `max_price` %;
-    without one, the alive level of lowest cross-entropy. Raises ValueError when none is alive.
-    """
-    alive = table[(table["l1_coefficient"] > 0) & (table["status"] == "alive")]
-    if alive.empty:
-        known = ", ".join(map(level_name, table["l1_coefficient"]))
-        raise ValueError(f"no level above 0 is alive; the levels are {known}")
-    cheap = alive[alive["cross_entropy_change"] <= max_price]
-    best = cheap["active"].idxmin() if len(cheap) else alive["cross_entropy"].idxmin()
-    return table.loc[best]
 
 
 def alive_levels(table: pd.DataFrame) -> pd.DataFrame:
@@ -220,23 +185,6 @@ def price_at(table: pd.DataFrame, active_fraction: float) -> float:
     return float(np.interp(np.log(active_fraction), *line, left=np.nan, right=np.nan))
 
 
-def activity_at(table: pd.DataFrame, max_price: float = MAX_PRICE) -> float:
-    """Return the lowest share of active neurons at which that line is at most `max_price` %.
-
-    NaN where it never is.
-    """
-    alive = alive_levels(table)
-    known, price = alive["log_active"].to_numpy(), alive["cross_entropy_change"].to_numpy()
-    cheap = np.flatnonzero(price <= max_price)
-    if not len(cheap):
-        return np.nan
-    first = cheap[0]
-    if first == 0:
-        return float(np.exp(known[0]))
-    step = (price[first - 1] - max_price) / (price[first - 1] - price[first])
-    return float(np.exp(known[first - 1] + step * (known[first] - known[first - 1])))
-
-
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """Return a table to be read: numbers with four digits, "–" for unknown ones.
 
@@ -250,19 +198,13 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     return short.replace("nan", "–")
 
 
-def training_curves(
-    runs: pd.DataFrame, log: pd.DataFrame, metric: str, split: str = "train"
-) -> pd.DataFrame:
-    """Return one metric over training, by coefficient, run and step (Figs 2, 8, 9).
+def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return one metric over training, the mean over layers (Figs 2, 8, 9).
 
-    Columns: run, choice, l1_coefficient, step, tokens, value (the mean over layers). Empty before
-    the metric is first logged: dead_fraction needs a full window. Raises ValueError for a metric
-    that no run has.
+    Columns: run, choice, l1_coefficient, step, tokens, value. Empty before the metric is first
+    logged: dead_fraction needs a full window.
     """
-    if metric not in set(log["metric"]):
-        known = ", ".join(sorted(set(log["metric"])))
-        raise ValueError(f"no run logged {metric!r}; the log has {known}")
-    rows = log[(log["metric"] == metric) & (log["split"] == split)]
+    rows = log[(log["metric"] == metric) & (log["split"] == "train")]
     curves = rows.groupby(["run", "step", "tokens"], as_index=False)["value"].mean()
     curves = curves.merge(runs[["run", "l1_coefficient"]].assign(choice=choice(runs)), on="run")
     curves = curves.sort_values(["l1_coefficient", "run", "step"], ignore_index=True)
@@ -278,3 +220,71 @@ def settles_after(curve: pd.DataFrame, within: float = 0.2) -> float:
     value, tokens = curve["value"].to_numpy(), curve["tokens"].to_numpy()
     far = np.flatnonzero(np.abs(value - value[-1]) > within * abs(value[-1]))
     return float(tokens[far[-1] + 1 if len(far) else 0] / tokens[-1])
+
+
+# --- findings about activity: which hold in all models, and which in some -------------------------
+
+PEAK_WITHIN = 0.25  # largest distance from the paper's peak, as a share of the depth
+FINDINGS = {  # column of `findings` -> what the paper says of its models
+    "first_two_least": "the first two layers are the least active",
+    "ten_times": "the busiest token of every layer has ten times its mean",
+    "early_peak": "activity peaks near a fifth of the depth",
+    "no_overflow": "no tile overflows at compression 8",
+    "first_is_most": "the first token is the most active",
+}
+
+
+def findings(
+    runs: pd.DataFrame, log: pd.DataFrame, kept: pd.DataFrame, peak_depth: float
+) -> pd.DataFrame:
+    """Return a row a complete ReLU run without a teacher: which of FINDINGS hold in it.
+
+    kept: `kept_activity` of traced models, with a column run. no_overflow and first_is_most are
+    None in other models, first_two_least in models of up to three layers. peak_depth: the paper's,
+    from 0 (first layer) to 1 (last). setting: the run's name without its seed.
+    """
+    rows = []
+    by_run = dict(tuple(log.groupby("run")))
+    traced = dict(tuple(kept.groupby("run"))) if len(kept) else {}
+    for run in runs.to_dict("records"):
+        if not run["complete"] or run["activation"] != "relu" or pd.notna(run.get("teacher")):
+            continue
+        table = logged_layers(by_run[run["run"]], run["intermediate_size"]).set_index("layer")
+        least, peak = set(table["mean"].nsmallest(2).index), int(table["mean"].idxmax())
+        depth = peak / max(len(table) - 1, 1)
+        row = {"run": run["run"], "setting": run["run"].partition("-seed-")[0]}
+        row["first_two_least"] = least == {0, 1} if len(table) > 3 else None
+        row["ten_times"] = bool(table["max_over_mean"].min() > 10)
+        row["early_peak"] = abs(depth - peak_depth) < PEAK_WITHIN
+        row |= {"no_overflow": None, "first_is_most": None}
+        if run["run"] in traced:
+            some = traced[run["run"]]
+            whole = some[some["layer"] == -1].set_index("metric")["value"]
+            overflow = some.loc[some["metric"] == "overflow", "value"].max()
+            row["no_overflow"] = bool(overflow == 0)
+            row["first_is_most"] = bool(whole["most"] == 0 and whole["first"] > whole["later"])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def groups(table: pd.DataFrame, setting: str, at_level: str) -> dict[str, pd.DataFrame]:
+    """Return the rows of `findings` of three groups of runs, each within the next.
+
+    seeds: of one setting; level: the runs whose names fit the patterns `at_level`; all.
+    """
+    level = table[fits(table["run"], at_level)]
+    return {"seeds": table[table["setting"] == setting], "level": level, "all": table}
+
+
+def shared(table: pd.DataFrame) -> pd.DataFrame:
+    """Return in how many models of `findings` each finding holds, and how many are known.
+
+    verdict: "in all", "in none" or "in some"; "one model" where only one is known.
+    """
+    rows = []
+    for name in FINDINGS:
+        known = table[name].dropna().astype(bool)
+        holds, models = int(known.sum()), len(known)
+        verdict = {0: "in none", models: "in all"}.get(holds, "in some")
+        rows.append((name, holds, models, verdict if models > 1 else "one model" * models))
+    return pd.DataFrame(rows, columns=["finding", "holds", "models", "verdict"])

@@ -1,33 +1,28 @@
-"""Tables of downstream tasks (Table 6): accuracies beside chance, and sparse beside dense."""
+"""Accuracies of downstream tasks (Table 6) beside chance, and models beside each other on the same
+items: paired differences, with intervals over items.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import scipy.stats
 
+from study.analysis.variants import CONFIDENCE, noise_verdict
 from twell.measure import providers
 from twell.tables import COMPUTED, EVALUATED, SIZE, level_name, verdicts
 
 MEAN = "paper7"  # the group of tasks whose accuracy is the mean of the seven
-TASKS = {  # of lm-eval: the name that is shown, and the metric in paper.yaml
-    "arc_easy": ("ARC-easy", "arc_easy_accuracy"),
-    "arc_challenge": ("ARC-challenge", "arc_challenge_accuracy"),
-    "hellaswag": ("HellaSwag", "hellaswag_accuracy"),
-    "openbookqa": ("OpenBookQA", "openbookqa_accuracy"),
-    "piqa": ("PIQA", "piqa_accuracy"),
-    "winogrande": ("WinoGrande", "winogrande_accuracy"),
-    "commonsense_qa": ("CommonsenseQA", "commonsenseqa_accuracy"),
-    MEAN: ("mean of seven", "mean_task_accuracy"),
-}
+TASKS = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
 
 
 def seven_tasks(table: pd.DataFrame) -> pd.DataFrame:
     """Return from `evaluations` the rows of Table 6: acc of the seven tasks and of their mean.
 
     Only of models that have the mean. A model evaluated more than once counts once: with the most
-    items, of these in fp32, then densely, then as it first stands in the table.
+    items, then in fp32, then densely, then as it first stands in the table.
     """
-    table = table[(table["metric"] == "acc") & table["task"].isin(TASKS)]
+    table = table[(table["metric"] == "acc") & table["task"].isin([*TASKS, MEAN])]
     means = table[table["task"] == MEAN]
     means = means.assign(rounded=means["dtype"] != "float32", sparse=means["backend"] != "dense")
     order = {"ascending": [False, True, True], "kind": "stable"}
@@ -41,8 +36,6 @@ def seven_tasks(table: pd.DataFrame) -> pd.DataFrame:
 def by_level(seven: pd.DataFrame) -> pd.DataFrame:
     """Return `seven_tasks` with the mean over models of one size, training tokens and level.
 
-    These differ in their seed, or in how one training was computed; `models` counts both. Columns:
-    parameters, training_tokens, l1_coefficient, task, models, accuracy, stderr, chance, verdict.
     stderr is the mean of the models' errors: all were asked the same items.
     """
     numbers = {name: (name, "mean") for name in ("accuracy", "stderr", "chance")}
@@ -51,59 +44,17 @@ def by_level(seven: pd.DataFrame) -> pd.DataFrame:
     return table.assign(verdict=verdicts(table))
 
 
-def across_sizes(levels: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of `by_level` that compare sizes: longest training, dense and at one level.
-
-    That level is the level of most sizes, the lowest of equals. A size without it has its lowest.
-    """
-    longest = levels.groupby("parameters")["training_tokens"].transform("max")
-    levels = levels[longest.isna() | (levels["training_tokens"] == longest)]
-    sparse = levels[levels["l1_coefficient"] > 0]
-    if sparse.empty:
-        return levels
-    common = sparse.groupby("l1_coefficient")["parameters"].nunique().idxmax()
-    own = sparse.groupby("parameters")["l1_coefficient"].transform(
-        lambda level: common if (level == common).any() else level.min()
-    )
-    kept = sparse.index[sparse["l1_coefficient"] == own]
-    return levels[(levels["l1_coefficient"] == 0) | levels.index.isin(kept)]
-
-
 def several_levels(levels: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of `by_level` of sizes with more than two levels; without any, with two."""
     number = levels.groupby(SIZE, dropna=False)["l1_coefficient"].transform("nunique")
     return levels[number > (2 if (number > 2).any() else 1)]
 
 
-def _printed(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of paper.yaml with the columns model, parameters, l1_coefficient, task and accuracy."""
-    tasks = {metric: task for task, (_, metric) in TASKS.items()}
-    table = pd.DataFrame({"model": rows["model"]})
-    table["parameters"] = rows["model"].str.extract(r"([\d.]+)B")[0].astype(float) * 1e9
-    table["l1_coefficient"] = rows["l1"].astype(float)
-    table["task"] = rows["metric"].map(tasks)
-    table["accuracy"] = rows["value"].astype(float) / 100
-    return table.dropna(subset="task").reset_index(drop=True)
-
-
-def paper_tasks(paper: pd.DataFrame) -> pd.DataFrame:
-    """Return Table 6: model, parameters, l1_coefficient, task and accuracy (of 1)."""
-    return _printed(paper[paper["source"] == "Table 6"])
-
-
-def paper_levels(paper: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's mean accuracy at each level of its gated 1.5B model, as `paper_tasks`."""
-    rows = paper[(paper["source"] == "Table 4") & paper["gated"].eq(True)]
-    return _printed(rows[rows["metric"] == TASKS[MEAN][1]])
-
-
 def backend_differences(table: pd.DataFrame) -> pd.DataFrame:
     """Return the largest difference of any accuracy of a model between backends, and between types.
 
     table: `evaluations`. Rows: a model and type that several backends computed, and a model and
-    backend with several types, which shows rounding alone. FP8 is left out. Columns: model, between
-    ("backend" or "dtype"), compared (their names), alike (the other one), accuracies (their
-    number), difference (of shares of 1).
+    backend with several types, which shows rounding alone. FP8 is left out.
     """
     rows, table = [], table[table["dtype"] != providers.FP8]
     for between, same in (COMPUTED, COMPUTED[::-1]):
@@ -121,8 +72,7 @@ def accuracies(table: pd.DataFrame) -> pd.DataFrame:
     """Return `evaluations` to be read: a row a model, backend and type, a column a task and metric.
 
     Cells are "accuracy ± error" in %, in brackets where near chance or below it; rows are by size
-    and level. The first row is chance, the second the number of items (of the first model). Empty
-    for an empty table.
+    and level. The first row is chance, the second the number of items.
     """
     if not len(table):
         return pd.DataFrame()
@@ -143,21 +93,124 @@ def accuracies(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([first, wide]).fillna("").rename_axis(None, axis=1)
 
 
-def against_dense(table: pd.DataFrame) -> pd.DataFrame:
+def against_dense(levels: pd.DataFrame) -> pd.DataFrame:
     """Return the mean accuracy of each sparse model beside the dense one (L1 = 0) of its size.
 
-    table: `by_level`, whose models also share training tokens, or `paper_tasks`. Columns:
-    parameters, l1_coefficient, accuracy, dense, difference; from ours also training_tokens, stderr
-    (of the difference, errors taken as independent: too large where both models err alike) and
-    above_chance (either of them).
+    levels: `by_level`. stderr is of the difference, with errors taken as independent; above_chance:
+    whether either model is.
     """
-    same = [column for column in SIZE if column in table]
-    means = table[table["task"] == MEAN]
+    means = levels[levels["task"] == MEAN]
     sparse, dense = means[means["l1_coefficient"] > 0], means[means["l1_coefficient"] == 0]
-    both = sparse.merge(dense, on=same, suffixes=("", "_dense"))
-    result = both[[*same, "l1_coefficient", "accuracy"]].assign(dense=both["accuracy_dense"])
+    both = sparse.merge(dense, on=SIZE, suffixes=("", "_dense"))
+    result = both[[*SIZE, "l1_coefficient", "accuracy"]].assign(dense=both["accuracy_dense"])
     result["difference"] = both["accuracy"] - both["accuracy_dense"]
-    if "stderr" in both:
-        result["stderr"] = np.hypot(both["stderr"], both["stderr_dense"])
-        result["above_chance"] = (both[["verdict", "verdict_dense"]] == "above chance").any(axis=1)
+    result["stderr"] = np.hypot(both["stderr"], both["stderr_dense"])
+    result["above_chance"] = (both[["verdict", "verdict_dense"]] == "above chance").any(axis=1)
     return result
+
+
+# --- models beside each other on the same items ---------------------------------------------------
+
+DRAWS = 2000  # bootstrap samples
+_ENDS = (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2  # quantiles of an interval
+SCORES = {  # task -> the column that counts, chosen from dense models, and what guessing gives
+    "continuation": ("correct", 0.25),
+    "last_word": ("correct", 0.0),
+    "arc_easy": ("correct", 0.25),
+    "piqa": ("correct", 0.5),
+    "hellaswag": ("by_bytes", 0.25),
+    "held_out_text": ("nats", np.nan),
+}
+
+
+def paired_runs(items: pd.DataFrame, dense: list[str], sparse: list[str]) -> pd.DataFrame:
+    """Return the difference of sparse models from dense ones on each task of SCORES.
+
+    items: answers of `study.keep` with a column run, those of a task in one order in all runs;
+    dense, sparse: runs, which differ by seed. Accuracies are in %, held_out_text in nats a token.
+    low and high: the 95% interval over items (paired bootstrap of the means over seeds); seeds: the
+    limit that seeds explain (Student's t, NaN where neither side has several); limit: both
+    together. Raises ValueError where runs have not as many items.
+    """
+    columns = "task items dense_runs runs dense sparse difference low high seeds limit verdict"
+    items = items.reindex(columns=["run", "task", "correct", "by_bytes", "nats"])
+    items = items.assign(item=items.groupby(["run", "task"]).cumcount())
+    rows, random = [], np.random.default_rng(0)
+    for task, (column, chance) in SCORES.items():
+        asked = items[(items["task"] == task) & items["run"].isin([*dense, *sparse])]
+        if asked.empty:
+            continue
+        sizes = asked.groupby("run").size()
+        if sizes.nunique() > 1:
+            raise ValueError(f"runs have different numbers of items of {task}: {sizes.to_dict()}")
+        unit = 1 if column == "nats" else 100
+        wide = unit * asked.pivot(index="item", columns="run", values=column)
+        first, second = (wide[[run for run in names if run in wide]] for names in (dense, sparse))
+        if not (first.shape[1] and second.shape[1]):
+            continue
+        both = np.stack([first.mean(axis=1), second.mean(axis=1)])
+        drawn = random.integers(0, len(wide), (DRAWS, len(wide)))
+        low, high = np.quantile((both[1] - both[0])[drawn].mean(axis=1), _ENDS)
+        difference, seeds = both[1].mean() - both[0].mean(), _seed_limit(first, second)
+        limit = float(np.hypot((high - low) / 2, seeds))
+        verdict = noise_verdict(difference, limit) if np.isfinite(seeds) else "one seed"
+        row = task, len(wide), first.shape[1], second.shape[1], *both.mean(axis=1), difference
+        lowest = np.quantile(both[0][drawn].mean(axis=1), _ENDS[0])
+        rows.append((*row, low, high, seeds, limit, verdict, bool(lowest > unit * chance)))
+    return pd.DataFrame(rows, columns=[*columns.split(), "above_chance"])
+
+
+def _seed_limit(first: pd.DataFrame, second: pd.DataFrame) -> float:
+    """Return the largest difference of two means that seeds explain; columns are seeds."""
+    means = [table.mean() for table in (first, second)]
+    freedom = sum(len(one) - 1 for one in means)
+    if not freedom:
+        return np.nan
+    pooled = sum(((one - one.mean()) ** 2).sum() for one in means) / freedom
+    quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
+    return float(quantile * np.sqrt(pooled * sum(1 / len(one) for one in means)))
+
+
+def answer_records(items: pd.DataFrame) -> dict[str, dict[str, np.ndarray]]:
+    """Return for each run whether its answers to each of the seven tasks are correct (0 or 1).
+
+    items: answers of `study.keep` with a column run, those of a task in order.
+    """
+    records = {}
+    items = items[items["task"].isin(TASKS)].dropna(subset="correct")
+    for (run, task), rows in items.groupby(["run", "task"]):
+        records.setdefault(run, {})[task] = rows["correct"].to_numpy(int)
+    return records
+
+
+def _marks(record: dict) -> dict[str, np.ndarray]:
+    """Return the answers of a record of `results.load_evaluations` as `answer_records` does."""
+    facts = record["tasks"].items()
+    return {task: np.array([*map(int, one["correct"])]) for task, one in facts if task in TASKS}
+
+
+def paired_records(one: dict, other: dict, draws: int = 10_000) -> pd.DataFrame:
+    """Return how much more accurate `one` is than `other`, on the same items of the seven tasks.
+
+    one, other: of `answer_records` or `results.load_evaluations`. Rows: their tasks, and the mean
+    of these. The 95% interval, low to high, is from `draws` bootstrap samples of the items of each
+    task. Raises ValueError for other tasks or numbers of items.
+    """
+    one, other = (_marks(record) if "tasks" in record else record for record in (one, other))
+    sizes = [{task: len(marks) for task, marks in record.items()} for record in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the items differ: {sizes[0]} and {sizes[1]}")
+    random, rows, samples = np.random.default_rng(0), [], []
+    for name in [task for task in TASKS if task in one]:
+        gains, items = one[name] - other[name], len(one[name])
+        # A sample of items is known by how often each of the three gains is in it.
+        shares = [(gains == gain).mean() for gain in (-1, 0, 1)]
+        drawn = random.multinomial(items, shares, draws)
+        samples.append((drawn[:, 2] - drawn[:, 0]) / items)
+        rows.append((name, items, one[name].mean(), other[name].mean(), gains.mean()))
+    columns = ["task", "items", "accuracy", "other", "difference"]
+    table = pd.DataFrame(rows, columns=columns)
+    mean = table[columns[2:]].mean().to_dict() | {"task": "mean", "items": table["items"].sum()}
+    table = pd.concat([table, pd.DataFrame([mean])], ignore_index=True)[columns]
+    low, high = np.quantile([*samples, np.mean(samples, axis=0)], _ENDS, axis=1)
+    return table.assign(low=low, high=high)

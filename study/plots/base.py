@@ -6,6 +6,7 @@ Every figure is built without pyplot. The same inputs give the same bytes.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -30,33 +31,33 @@ _DPI = 200
 _SHADES = 8192  # of a line drawing at most, smoothed edges included
 _NEAR = 12  # of 255: shades that look alike
 COLUMN = 3.35  # width of a column of a two-column paper, inches
-BLUE, ORANGE, GREEN, RED, PURPLE, _BROWN, *_, _CYAN = sns.color_palette("colorblind", 10)
+BLUE, ORANGE, GREEN, RED, PURPLE, _BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
 # One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
 # have a scale of their own, `_level_colours`.
 OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
 PAPER, DENSE, AUTO = "black", "0.45", ORANGE
 ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
-GATE, UP, DOWN = _BROWN, _CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
+GATE, UP, DOWN = _BROWN, CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
 # Of text over lines.
-_HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
+HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
 
 
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1, **options):
+def subplots(width: float, height: float, rows: int = 1, columns: int = 1, **options):
     """A figure in the style with its axes, [rows, columns]."""
     style()
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def _panel(width: float, height: float) -> tuple[Figure, Axes]:
+def panel(width: float, height: float) -> tuple[Figure, Axes]:
     """A figure in the style with one pair of axes."""
-    figure, axes = _figure(width, height)
+    figure, axes = subplots(width, height)
     return figure, axes[0, 0]
 
 
-def _one(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
+def one_case(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
     """The one value of each column. Raises ValueError where there are several, or none."""
     cases = table[[*columns]].drop_duplicates()
     if len(cases) != 1:
@@ -64,7 +65,7 @@ def _one(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
     return tuple(cases.iloc[0])
 
 
-def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
+def level_colours(levels: Iterable[float]) -> dict[float, tuple]:
     """A colour for each level of L1, the same in all figures: black for 0, then dark to light."""
     colours = {0: "black"}
     for level in sorted(set(levels) - {0}):
@@ -73,33 +74,28 @@ def _level_colours(levels: Iterable[float]) -> dict[float, tuple]:
     return colours
 
 
-def _note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Annotation:
+def note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Annotation:
     """Write a small note, `offset` points away from a place."""
     return ax.annotate(text, at, offset, textcoords="offset points", **{"fontsize": 6.5} | look)
 
 
-def _instead(ax: Axes, text: str) -> None:
-    """Say why a panel is empty."""
-    ax.text(0.5, 0.5, text, ha="center", transform=ax.transAxes)
-
-
-def _key(color: str | tuple, **look) -> Line2D:
+def key(color: str | tuple, **look) -> Line2D:
     """A line or mark for a legend."""
     return Line2D([], [], color=color, **look)
 
 
-def _named(ax: Axes) -> dict[str, Artist]:
+def named(ax: Axes) -> dict[str, Artist]:
     """What is labelled in a panel, by its label."""
     handles, names = ax.get_legend_handles_labels()
     return dict(zip(names, handles, strict=True))
 
 
-def _change(percent: float, digits: int = 0) -> str:
+def change(percent: float, digits: int = 0) -> str:
     """A signed change in %, with a minus as long as the plus, and no minus before 0."""
     return f"{round(percent, digits) + 0:+.{digits}f}%".replace("-", "−")
 
 
-def _width(text: str, size: float) -> float:
+def text_width(text: str, size: float) -> float:
     """How wide a text is, in points."""
     font = FontProperties(size=size)
     return text_to_path.get_text_width_height_descent(text, font, False)[0]
@@ -110,23 +106,28 @@ def _wrapped(text: str, size: float, width: float) -> list[str]:
     lines = []
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines else word
-        fits = _width(longer, size) <= width
+        fits = text_width(longer, size) <= width
         lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
     return lines
 
 
-def _range(numbers: pd.Series) -> str:
+def model_name(model: str) -> str:
+    """Return a model's name, as the paper writes its sizes: 1.5B."""
+    return model.upper() if re.fullmatch(r"[\d.]+b", model) else model
+
+
+def number_range(numbers: pd.Series) -> str:
     """One number, or the least and the most."""
     low, high = numbers.min(), numbers.max()
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
-def _sentence(about: str) -> str:
+def sentence(about: str) -> str:
     """What a figure is about, as a sentence of its caption, or nothing."""
     return about and f"{about}."
 
 
-def _caption(figure: Figure, *sentences: str) -> None:
+def caption(figure: Figure, *sentences: str) -> None:
     """Write below a finished figure what it needs to be read alone; the figure grows by that.
 
     That is: model, L1 and tokens where no title has them, how often each point was run or measured
@@ -149,13 +150,13 @@ def _caption(figure: Figure, *sentences: str) -> None:
     figure.text(*place, "\n".join(lines), parse_math=False, **look)
 
 
-def _legend(figure: Figure, where: str, entries: dict[str, Artist] | None = None, **options):
+def legend(figure: Figure, where: str, entries: dict[str, Artist] | None = None, **options):
     """A legend beside the panels, of the first one unless entries are given."""
-    entries = _named(figure.axes[0]) if entries is None else entries
+    entries = named(figure.axes[0]) if entries is None else entries
     figure.legend(entries.values(), entries.keys(), loc=f"outside {where}", **options)
 
 
-def _row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
+def row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
     """Name horizontal bars or rows of points, the first on top. Names may be any text."""
     ax.set_yticks(y, names)
     for name in ax.get_yticklabels():
@@ -165,13 +166,13 @@ def _row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
     ax.tick_params(axis="y", length=0)
 
 
-def _measured(low: pd.Series, calls: str = "calls") -> str:
-    """The sentence of a caption on repeats; low: the lower ends of bars, NaN where unknown."""
-    bars = f"; bars span p20 to p80 of the {calls} of both sides" if low.notna().any() else ""
-    return f"Each point is one measurement, the median of its timed {calls}{bars}."
+def measured(calls: str = "calls") -> str:
+    """Return the sentence of a caption on repeats."""
+    bars = f"bars span p20 to p80 of the {calls} of both sides"
+    return f"Each point is one measurement, the median of its timed {calls}; {bars}."
 
 
-def _bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
+def bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
     """Error bars to known ends, where there are any."""
     known = np.isfinite(low) & np.isfinite(high)
     if known.any():
@@ -179,53 +180,6 @@ def _bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:
         ends = np.clip([y - low, high - y], 0, None)
         look = {"fmt": "none", "elinewidth": 0.9, "capsize": 1.5, "capthick": 0.9} | look
         ax.errorbar(x, y, ends, ecolor=color, **look)
-
-
-def _apart(places: np.ndarray, gap: float) -> np.ndarray:
-    """The places, in their order, moved as little as keeps them `gap` apart within 0 and 1."""
-    order = np.argsort(places, kind="stable")
-    steps = gap * np.arange(len(places))
-    # Without the gaps, rising values are wanted: the mean of each group that would overlap.
-    groups: list[list[float]] = []
-    for place in places[order] - steps:
-        groups.append([place])
-        while len(groups) > 1 and np.mean(groups[-2]) > np.mean(groups[-1]):
-            groups[-2:] = [groups[-2] + groups[-1]]
-    rising = np.concatenate([[np.mean(group)] * len(group) for group in groups])
-    moved = np.empty(len(places))
-    moved[order] = np.clip(rising, 0, max(1 - steps[-1], 0)) + steps
-    return moved
-
-
-def _end_labels(ax: Axes, title: str, ends: Sequence[tuple[float, str, str | tuple]]) -> None:
-    """Name lines at the right end of a panel whose limits are set: height, text and colour."""
-    size = 6.5
-    height = ax.get_position().height * ax.figure.get_figheight()  # inches
-    to_axes = ax.transData + ax.transAxes.inverted()
-    x = ax.get_xlim()[1]
-    true = np.array([to_axes.transform((x, y))[1] for y, _, _ in ends])
-    for at, moved, (_, text, colour) in zip(
-        true, _apart(true, 1.3 * size / 72 / height), ends, strict=True
-    ):
-        line = {
-            "arrowstyle": "-",
-            "color": colour,
-            "linewidth": 0.6,
-            "shrinkB": 0,
-            "relpos": (0, 0.5),
-        }
-        ax.annotate(
-            text,
-            (1, at),
-            (1.06, moved),
-            "axes fraction",
-            "axes fraction",
-            arrowprops=line,
-            annotation_clip=False,
-            fontsize=size,
-            va="center",
-        )
-    _note(ax, title, (1.06, 1), (0, 5), xycoords="axes fraction", fontsize=size, va="bottom")
 
 
 def png(figure: Figure, dpi: int = _DPI) -> bytes:
@@ -256,3 +210,26 @@ def save(figure: Figure, path: str | Path) -> Path:
     figure.savefig(buffer, format="pdf", dpi=_DPI, metadata={"CreationDate": None})
     results.write_atomically(path.with_name(f"{path.name}.pdf"), buffer.getvalue())
     return picture
+
+
+# --- where a notebook's figures go ----------------------------------------------------------------
+
+
+class Keep:
+    """Saves the figures of a notebook in a folder, or nowhere.
+
+    folder: below the repository's root, None to save nothing. A call returns the figure, which the
+    notebook then shows and a reader can change; its label is its name.
+    """
+
+    def __init__(self, folder: str | None) -> None:
+        self.folder = folder
+
+    def __call__(self, figure: Figure | None, name: str) -> Figure | str:
+        """Save the figure under `name`; None returns the sentence that nothing is recorded."""
+        if figure is None:
+            return f"{name} is not drawn: nothing is recorded for it here."
+        figure.set_label(name)
+        if self.folder is not None:
+            save(figure, results.root() / self.folder / name)
+        return figure

@@ -9,21 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from study.plots.base import (
-    _CYAN,
-    BLUE,
-    COLUMN,
-    HYBRID,
-    PAGE,
-    ROWWISE,
-    _caption,
-    _figure,
-    _legend,
-    _panel,
-    plain,
-)
+from study.plots import base
 
-_TILES = (BLUE, "white"), (_CYAN, "black")  # and text
+_TILES = (base.BLUE, "white"), (base.CYAN, "black")  # and text
 # Face, edge and text of the cells that are no values.
 _KINDS = {
     "count": ("0.25", "white", "white"),
@@ -39,7 +27,9 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
     heights = {name: _height(panel) for name, panel in panels.items()}
     rows = [max(heights[name] for name in row) for row in names]
     width = cells["slot"].max() + 3.5
-    figure, axes = _figure(PAGE, PAGE * sum(rows) / (2 * width) + 0.7, 2, 2, height_ratios=rows)
+    figure, axes = base.subplots(
+        base.PAGE, base.PAGE * sum(rows) / (2 * width) + 0.7, 2, 2, height_ratios=rows
+    )
     for ax, name, height in zip(axes.flat, sum(names, []), np.repeat(rows, 2), strict=True):
         _draw_cells(ax, panels[name], tile_n)
         ax.set(xlim=(-1.3, width - 2.4), ylim=(height - 0.7, -0.1), aspect="equal", anchor="NW")
@@ -48,8 +38,8 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
     kinds = {f"non-zero of tile {tile}, with its column": _TILES[tile][0] for tile in range(2)}
     kinds |= {"count": "0.25", "unused slot": "0.93"}
     entries = {name: Rectangle((0, 0), 1, 1, facecolor=colour) for name, colour in kinds.items()}
-    _legend(figure, "lower center", entries, ncols=4, handlelength=1)
-    _caption(
+    base.legend(figure, "lower center", entries, ncols=4, handlelength=1)
+    base.caption(
         figure,
         f"One matrix in four formats. Rows are tokens, and tiles have {tile_n} columns. Every cell",
         "with a column also stores the value. A row that does not fit keeps its true counts, and",
@@ -85,9 +75,9 @@ def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:
 
 def fig01_bytes(table: pd.DataFrame) -> Figure:
     """Draw bytes against dense by active share, from `analysis.format_bytes`."""
-    figure, ax = _panel(COLUMN, 3.0)
-    shades = iter(sns.light_palette(BLUE, 4)[:0:-1])
-    looks = {"ELL": (ROWWISE, "D"), "Hybrid": (HYBRID, "X")}
+    figure, ax = base.panel(base.COLUMN, 3.0)
+    shades = iter(sns.light_palette(base.BLUE, 4)[:0:-1])
+    looks = {"ELL": (base.ROWWISE, "D"), "Hybrid": (base.HYBRID, "X")}
     for name, line in table.groupby("format", sort=False):
         if name == "Dense":  # thin, above TwELL at C = 2, which is as large
             look = {"color": "black", "linestyle": "--", "linewidth": 0.8, "zorder": 3}
@@ -97,12 +87,12 @@ def fig01_bytes(table: pd.DataFrame) -> Figure:
         ax.plot(100 * line["active_share"], line["relative"], label=name, **look)
     ax.set(xscale="log", yscale="log")
     ax.set(xlabel="active neurons (% of all)", ylabel="bytes (ratio to dense bf16)")
-    plain(ax.xaxis, ax.yaxis)
-    _legend(figure, "lower center", ncols=2)
+    base.plain(ax.xaxis, ax.yaxis)
+    base.legend(figure, "lower center", ncols=2)
     dense = table[table["format"] == "Dense"].iloc[0]
     neurons = round(dense["active"] / dense["active_share"])
     shape = f"{dense['nbytes'] / 2 / neurons:,.0f} x {neurons:,}"
-    _caption(
+    base.caption(
         figure,
         f"Each point packs one random matrix of {shape} with uneven rows: counted, not measured.",
         "C: compression of TwELL; at C = 2 it is as large as dense until tiles overflow.",

@@ -1,4 +1,4 @@
-"""Figures of the speed of one layer: by activity and batch size, in training, under the roof."""
+"""Figures of the speed of one layer: by activity and batch size, in training, and in FP8."""
 
 from __future__ import annotations
 
@@ -9,64 +9,27 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from study import analysis
-from study.plots.base import (
-    _HALO,
-    AUTO,
-    DECODE,
-    DENSE,
-    HYBRID,
-    PAGE,
-    ROWWISE,
-    SPARSE,
-    _bars,
-    _caption,
-    _figure,
-    _key,
-    _legend,
-    _measured,
-    _note,
-    _one,
-    _row_names,
-    plain,
-)
+from study.plots import base
 from twell.measure import providers
 
 DENSE_FP8, SPARSE_FP8 = "dense FP8", "sparse FP8"  # sides of `analysis.fastest`
-# Colour and marker of each provider or side; auto, which takes one of the others, lies broad
-# beneath them.
-PROVIDERS = {
-    providers.AUTO.name: (AUTO, ""),
-    providers.UNION.name: (SPARSE, "o"),
-    providers.ROWWISE.name: (ROWWISE, "D"),
-    providers.DECODE.name: (DECODE, "^"),
-    providers.HYBRID.name: (HYBRID, "X"),
-    providers.DENSE_KERNELS.name: (DENSE, "v"),
-    providers.DENSE_EAGER.name: (DENSE, "P"),
-    DENSE_FP8: ("black", "v"),
-    SPARSE_FP8: (SPARSE, "o"),
-    analysis.BASELINE: ("black", ""),
+PROVIDERS = {  # colour, marker and name of each provider or side
+    providers.AUTO.name: (base.AUTO, "", "auto: the path that it picks"),
+    providers.UNION.name: (base.SPARSE, "o", "union path"),
+    providers.ROWWISE.name: (base.ROWWISE, "D", "row-wise path"),
+    providers.DECODE.name: (base.DECODE, "^", "decode path"),
+    providers.HYBRID.name: (base.HYBRID, "X", "the paper's hybrid format"),
+    DENSE_FP8: ("black", "v", "dense FP8, torch.compile"),
+    SPARSE_FP8: (base.SPARSE, "o", "sparse FP8: the fastest path"),
 }
-NAMES = {
-    providers.AUTO.name: "auto: the path that it picks",
-    providers.UNION.name: "union path",
-    providers.ROWWISE.name: "row-wise path",
-    providers.DECODE.name: "decode path",
-    providers.HYBRID.name: "the paper's hybrid format",
-    providers.DENSE_KERNELS.name: "dense",
-    providers.DENSE_EAGER.name: "dense, eager",
-    DENSE_FP8: "dense FP8, torch.compile",
-    SPARSE_FP8: "sparse FP8: the fastest path",
-    analysis.BASELINE: "dense, torch.compile",
-}
-_PATHS = providers.AUTO, providers.UNION, providers.ROWWISE, providers.DECODE, providers.HYBRID
-# Dashes, and whether markers are filled; those in FP8 always have the second.
+_PATHS = [name for name in PROVIDERS if name not in (DENSE_FP8, SPARSE_FP8)]
+# Dashes, and whether markers are filled; lines in FP8 always have the second.
 STYLES = [("-", True), ((0, (3.5, 1.5)), False), ((0, (1, 1)), False)]
-_IN_FP8 = DENSE_FP8, SPARSE_FP8
 NEAR = 1.25  # a case within this factor of the wanted activity is drawn without a word
-_BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}
+_BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}  # auto, beneath the others
 _BASELINE = {"color": "black", "linewidth": 0.8}
 _WAYS = {
     "graph": "in a CUDA graph",
@@ -79,66 +42,55 @@ _PATTERNS = {
     "even": "Even: all neurons fire equally often.",
 }
 _CROSSED = "Numbers: active neurons at which a path falls behind dense."
-_LAYER = "hidden_size", "intermediate_size", "gated", "dtype"
-
-
-def _name(hidden_size: int, intermediate_size: int, gated: bool, dtype: str) -> str:
-    kind = "gated" if gated else "non-gated"
-    return f"{kind} layer, {hidden_size} x {intermediate_size}, {dtype.replace('float', 'f')}"
+_FP8 = "Dense FP8: the fastest of scales by rows, by tensors and torchao; other dense is in bf16."
+_LAYER = "hidden_size", "intermediate_size", "gated", "dtype", "device"
 
 
 def _layer(table: pd.DataFrame) -> str:
-    """Layer and device, as a title. Raises ValueError unless there is one of each."""
-    *layer, device = _one(table, (*_LAYER, "device"), "layer on one device")
-    return f"{_name(*layer)}, {device}"
+    """Return layer and device, as a title. Raises ValueError unless there is one of each."""
+    width, neurons, gated, dtype, device = base.one_case(table, _LAYER, "layer on one device")
+    kind, dtype = "gated" if gated else "non-gated", dtype.replace("float", "f")
+    return f"{kind} layer, {width} x {neurons}, {dtype}, {device}"
 
 
-def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, kind: str, styles: dict) -> None:
-    """y against x, a line for each provider and each value of the column `kind`, by its style."""
-    for (name, value), line in table.sort_values(x).groupby(["provider", kind]):
-        style = STYLES[1] if name in _IN_FP8 else styles[value]
-        (colour, marker), (dashes, filled) = PROVIDERS[name], style
-        height = 4 if name in _IN_FP8 else 3
-        look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": height}
+def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, styles: dict | None = None) -> None:
+    """Draw y against x, a line for each provider and batch size; styles: of the sizes."""
+    for (name, tokens), line in table.sort_values(x).groupby(["provider", "line"]):
+        in_fp8 = name in (DENSE_FP8, SPARSE_FP8)
+        dashes, filled = STYLES[1] if in_fp8 else (styles or {}).get(tokens, STYLES[0])
+        colour, marker, _ = PROVIDERS[name]
+        look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3 + in_fp8}
         look = _BROAD if name == providers.AUTO.name else look
         face = colour if filled else "white"
         ax.plot(line[x], line[y], color=colour, markerfacecolor=face, **look)
 
 
-def _speed_lines(ax: Axes, table: pd.DataFrame, x: str, kind: str, styles: dict) -> None:
-    """Speed-up against x with its spread, and a line at 1."""
-    _lines(ax, table, x, "speedup", kind, styles)
+def _speed_lines(ax: Axes, table: pd.DataFrame, x: str, styles: dict | None = None) -> None:
+    """Draw speed-up against x with its spread, and a line at 1."""
+    _lines(ax, table, x, "speedup", styles)
     for name, rows in table[table["provider"] != providers.AUTO.name].groupby("provider"):
         ends = rows["speedup_low"], rows["speedup_high"]
-        _bars(ax, rows[x], rows["speedup"], *ends, PROVIDERS[name][0], zorder=3)
+        base.bars(ax, rows[x], rows["speedup"], *ends, PROVIDERS[name][0], zorder=3)
     ax.axhline(1, **_BASELINE)
     ax.set_yscale("log")
-    plain(ax.yaxis)
+    base.plain(ax.yaxis)
 
 
-def _speed_legend(figure: Figure, names: Iterable[str], styles: dict) -> None:
-    """Below the figure: providers by colour and marker, then what each line style means."""
+def _speed_legend(figure: Figure, names: Iterable[str], styles: dict | None = None) -> None:
+    """Write below the figure providers by colour and marker, then what each line style means."""
     entries = {}
     for name in names:
-        colour, marker = PROVIDERS[name]
+        colour, marker, text = PROVIDERS[name]
         look = {"marker": marker, "markersize": 4}
-        if name in _IN_FP8:
+        if name in (DENSE_FP8, SPARSE_FP8):
             look |= {"linestyle": STYLES[1][0], "markerfacecolor": "white"}
-        entries[NAMES[name]] = _key(colour, **_BROAD if name == providers.AUTO.name else look)
-    entries[NAMES[analysis.BASELINE]] = Line2D([], [], **_BASELINE)
-    for text, (dashes, filled) in styles.items():
+        entries[text] = base.key(colour, **_BROAD if name == providers.AUTO.name else look)
+    entries["dense, torch.compile"] = Line2D([], [], **_BASELINE)
+    for tokens, (dashes, filled) in (styles or {}).items():
         look = {"marker": "o", "markersize": 4, "markerfacecolor": "0.6" if filled else "white"}
-        entries[text] = _key("0.6", linestyle=dashes, **look)
-    _legend(figure, "lower center", entries, ncols=4 if len(entries) == 4 else 3, handlelength=2.6)
-
-
-def _told_apart(values: Iterable, looks: list, what: str) -> dict:
-    """A look for each value. Raises ValueError where there are too few."""
-    values = list(values)
-    if len(values) > len(looks):
-        number = f"{len(values)} {what} cannot be told apart in one figure"
-        raise ValueError(f"{number}; give at most {len(looks)}")
-    return dict(zip(values, looks, strict=False))
+        entries[f"{tokens:,} tokens"] = base.key("0.6", linestyle=dashes, **look)
+    columns = 4 if len(entries) == 4 else 3
+    base.legend(figure, "lower center", entries, ncols=columns, handlelength=2.6)
 
 
 def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame) -> None:
@@ -150,102 +102,92 @@ def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame) -> None:
         ax.plot(row.crossover, 1, color=colour, **look)
         where = ((-2, -4), "top", "right") if place % 2 == 0 else ((2, 4), "bottom", "left")
         offset, va, ha = where
-        look = {"color": colour, "fontsize": 7, "va": va, "ha": ha} | _HALO
-        _note(ax, f"{row.crossover:.0f}", (row.crossover, 1), offset, **look)
+        look = {"color": colour, "fontsize": 7, "va": va, "ha": ha} | base.HALO
+        base.note(ax, f"{row.crossover:.0f}", (row.crossover, 1), offset, **look)
 
 
-def _of_paths(table: pd.DataFrame, crossovers: pd.DataFrame) -> tuple:
-    """Of the sparse paths and auto, and of the fastest in FP8: names, rows and crossovers; and the
-    patterns, skewed first.
-    """
-    names = [path.name for path in _PATHS if path.name in set(table["provider"])]
-    rows, falls = (some[some["provider"].isin(names)] for some in (table, crossovers))
-    quantized = analysis.fastest(table)
-    quantized = quantized[quantized["side"].isin(_IN_FP8)]
-    names += [side for side in _IN_FP8 if side in set(quantized["side"])]
+def _of_paths(table: pd.DataFrame) -> tuple[list[str], pd.DataFrame]:
+    """Return names and rows of the sparse paths and auto, and of the fastest in FP8."""
+    rows, quantized = table[table["provider"].isin(_PATHS)], analysis.fastest(table)
+    quantized = quantized[quantized["side"].isin([DENSE_FP8, SPARSE_FP8])]
     rows = pd.concat([rows, quantized.assign(provider=quantized["side"])[rows.columns]])
-    return names, rows, falls, sorted(table["pattern"].unique(), reverse=True)
-
-
-def _in_fp8(names: Iterable[str]) -> str:
-    """The sentence of a caption on FP8, where any is drawn."""
-    drawn = any(name in _IN_FP8 for name in names)
-    words = (
-        "Dense FP8: the fastest of scales by rows, by tensors and torchao; other dense is in bf16."
-    )
-    return words if drawn else ""
+    names = [name for name in PROVIDERS if name in set(rows["provider"])]
+    return names, rows.assign(line=rows["tokens"])
 
 
 def _of_pattern(patterns: Iterable[str]) -> str:
-    return " ".join(_PATTERNS[pattern] for pattern in patterns if pattern in _PATTERNS)
+    return " ".join(_PATTERNS[pattern] for pattern in patterns)
+
+
+def _with_fp8(names: Iterable[str]) -> str:
+    return _FP8 if {DENSE_FP8, SPARSE_FP8} & {*names} else ""
 
 
 def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw speed-up over dense torch.compile by active neurons, a panel a batch size and pattern.
 
-    table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it,
-    marked where the lines fall below 1. Sparse paths and auto are drawn, and the fastest in FP8.
-    Raises ValueError for several layers or none. Ours.
+    table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it.
     """
-    title = _layer(table)
-    names, rows, falls, patterns = _of_paths(table, crossovers)
+    names, rows = _of_paths(table)
     sizes = sorted(rows["tokens"].unique(), reverse=True)
-    size = PAGE, 0.9 + 1.6 * len(sizes)
-    figure, axes = _figure(*size, len(sizes), len(patterns), sharex=True, sharey=True)
-    for tokens, line in zip(sizes, axes, strict=True):
-        for pattern, ax in zip(patterns, line, strict=True):
+    patterns = sorted(table["pattern"].unique(), reverse=True)
+    shape = len(sizes), len(patterns)
+    figure, axes = base.subplots(
+        base.PAGE, 0.9 + 1.6 * len(sizes), *shape, sharex=True, sharey=True
+    )
+    falls = crossovers[crossovers["provider"].isin(_PATHS)]
+    for tokens, panels in zip(sizes, axes, strict=True):
+        for pattern, ax in zip(patterns, panels, strict=True):
             some, marked = (
                 every[(every["tokens"] == tokens) & (every["pattern"] == pattern)]
                 for every in (rows, falls)
             )
-            _speed_lines(ax, some, "active", "tokens", {tokens: STYLES[0]})
+            _speed_lines(ax, some, "active")
             _mark_crossovers(ax, marked)
             ax.set_xscale("log")
             ax.set_title(f"{pattern} activity, {tokens:,} tokens", loc="left", fontsize=8)
-    plain(axes[0, 0].xaxis)
+    base.plain(axes[0, 0].xaxis)
     for ax in axes[-1]:
         ax.set_xlabel("active neurons per token")
     for ax in axes[:, 0]:
         ax.set_ylabel("speed-up over dense\n(log scale)")
-    figure.suptitle(f"{title}, forward", fontsize=8)
-    _speed_legend(figure, names, {})
-    spread = _measured(rows["speedup_low"])
-    _caption(figure, _of_pattern(patterns), _CROSSED, _in_fp8(names), spread)
+    figure.suptitle(f"{_layer(table)}, forward", fontsize=8)
+    _speed_legend(figure, names)
+    sentences = _of_pattern(patterns), _CROSSED, _with_fp8(names), base.measured()
+    base.caption(figure, *sentences)
     return figure
 
 
 def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw a training step's speed-up and held memory by active neurons (Fig. 5, one layer).
 
-    table: `analysis.training_speedups` of one layer; crossovers: `analysis.crossovers` of it,
-    marked where the lines fall below 1. Left, speed-up over dense torch.compile, forward and
-    backward; right, what is held between the two, in % of dense. Raises ValueError for several
-    layers or none, for several modes, and for more than three batch sizes.
+    table: `analysis.training_speedups` of one layer in one mode, with up to three batch sizes;
+    crossovers: `analysis.crossovers` of it.
     """
-    title = _layer(table)
-    _one(table, ["mode"], "mode")
-    names, rows, falls, patterns = _of_paths(table, crossovers)
+    names, rows = _of_paths(table)
     sizes = sorted(rows["tokens"].unique(), reverse=True)
-    styles = _told_apart(sizes, STYLES, "batch sizes")
-    size = PAGE, 0.9 + 1.75 * len(patterns)
-    figure, axes = _figure(*size, len(patterns), 2, sharex=True, sharey="col")
+    patterns = sorted(table["pattern"].unique(), reverse=True)
+    styles = dict(zip(sizes, STYLES, strict=False))
+    size = base.PAGE, 0.9 + 1.75 * len(patterns)
+    figure, axes = base.subplots(*size, len(patterns), 2, sharex=True, sharey="col")
+    falls = crossovers[crossovers["provider"].isin(_PATHS)]
     for pattern, (left, right) in zip(patterns, axes, strict=True):
         some, marked = (every[every["pattern"] == pattern] for every in (rows, falls))
-        _speed_lines(left, some, "active", "tokens", styles)
+        _speed_lines(left, some, "active", styles)
         _mark_crossovers(left, marked)
-        _lines(right, some, "active", "held_share", "tokens", styles)
+        _lines(right, some, "active", "held_share", styles)
         right.axhline(100, **_BASELINE)
         left.set(xscale="log", ylabel="speed-up over dense\n(log scale)")
         right.set(xscale="log", ylim=(0, 110), ylabel="memory held for\nbackward (% of dense)")
         for ax in (left, right):
             ax.set_title(f"{pattern} activity", loc="left", fontsize=8)
-            plain(ax.xaxis)
+            base.plain(ax.xaxis)
     for ax in axes[-1]:
         ax.set_xlabel("active neurons per token")
-    figure.suptitle(f"{title}; forward and backward", fontsize=8)
-    _speed_legend(figure, names, {f"{tokens:,} tokens": styles[tokens] for tokens in sizes})
+    figure.suptitle(f"{_layer(table)}; forward and backward", fontsize=8)
+    _speed_legend(figure, names, styles)
     terms = "Held: bytes that forward keeps for backward."
-    _caption(figure, _of_pattern(patterns), terms, _CROSSED, _measured(rows["speedup_low"]))
+    base.caption(figure, _of_pattern(patterns), terms, _CROSSED, base.measured())
     return figure
 
 
@@ -253,27 +195,26 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     """Draw speed-up over dense torch.compile against batch size, a panel a way of calling.
 
     table: `analysis.at_level` of `analysis.speedups`, of one layer and one pattern; active: the
-    level wanted. A batch whose activity is farther from it than a factor of 1.25 has it in
-    brackets. Sparse paths and auto are drawn, and the fastest in FP8. Raises ValueError for several
-    layers or none, and for several patterns. Ours.
+    level wanted. A batch whose activity is far from it has its own in brackets.
     """
-    title = _layer(table)
-    (pattern,) = _one(table, ["pattern"], "pattern")
+    (pattern,) = base.one_case(table, ["pattern"], "pattern")
     sets = table["weight_sets"].map(lambda n: f", {n} sets of weights" if n > 1 else "")
-    table = table.assign(way=table["mode"].map(_WAYS) + sets)
     order = table["mode"].map(list(_WAYS).index)
-    table = table.assign(order=order).sort_values(["order", "weight_sets"], ascending=[True, False])
-    names, rows, _, _ = _of_paths(table, table[:0])
+    table = table.assign(way=table["mode"].map(_WAYS) + sets, order=order)
+    table = table.sort_values(["order", "weight_sets"], ascending=[True, False])
+    names, rows = _of_paths(table)
+    rows = rows.assign(line=rows["way"])
     ways = [way for way in table["way"].unique() if way in set(rows["way"])]
     lines = -(-len(ways) // 2)
-    figure, axes = _figure(PAGE, 0.6 + 2.4 * lines, lines, min(len(ways), 2), sharey=True)
+    size = base.PAGE, 0.6 + 2.4 * lines
+    figure, axes = base.subplots(*size, lines, min(len(ways), 2), sharey=True)
     far = False
     for ax in axes.flat[len(ways) :]:
         ax.remove()
     for way, ax in zip(ways, axes.flat, strict=False):
         some = rows[rows["way"] == way]
         tokens = some["tokens"].unique()
-        _speed_lines(ax, some, "tokens", "way", {way: STYLES[0]})
+        _speed_lines(ax, some, "tokens")
         ax.set_xscale("log", base=2)
         named = _batch_names(some, active)
         far |= any("\n" in name for name in named.values())
@@ -284,20 +225,25 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
         ax.set_xlabel("tokens in the call")
     for ax in axes[:, 0]:
         ax.set_ylabel("speed-up over dense\n(log scale)")
-    figure.suptitle(f"{title}, forward; {pattern} activity, {active:g} active", fontsize=8)
-    _speed_legend(figure, names, {})
-    graph = "Without a CUDA graph, few tokens wait for Python. Sets of weights take turns, so that"
-    graph = f"{graph} they come from memory." if table["weight_sets"].max() > 1 else ""
+    title = f"{_layer(table)}, forward; {pattern} activity, {active:g} active"
+    figure.suptitle(title, fontsize=8)
+    _speed_legend(figure, names)
+    turns = " Sets of weights take turns, so that they come from memory."
     eager = "Eager calls are beside the faster one of compiled and uncompiled dense."
-    eager = eager if "eager" in set(table["mode"]) else ""
-    brackets = f"In brackets: active neurons, where they are far from {active:g}." if far else ""
-    spread = _measured(rows["speedup_low"])
-    _caption(figure, _of_pattern([pattern]), graph, eager, brackets, _in_fp8(names), spread)
+    base.caption(
+        figure,
+        _of_pattern([pattern]),
+        "Without a CUDA graph, few tokens wait for Python." + turns * int((sets != "").any()),
+        eager if "eager" in set(table["mode"]) else "",
+        f"In brackets: active neurons, where they are far from {active:g}." if far else "",
+        _with_fp8(names),
+        base.measured(),
+    )
     return figure
 
 
 def _batch_names(table: pd.DataFrame, active: float) -> dict[int, str]:
-    """Numbers of tokens as words, with the activity where it is far from `active`."""
+    """Return numbers of tokens as words, with the activity where it is far from `active`."""
     names = {
         n: f"{n // 1024:,}k" if n >= 1024 and n % 1024 == 0 else f"{n:,}"
         for n in sorted(table["tokens"].unique())
@@ -312,80 +258,67 @@ def _batch_names(table: pd.DataFrame, active: float) -> dict[int, str]:
     return names
 
 
-def ffn_roofline(table: pd.DataFrame) -> Figure:
-    """Draw each kernel under the device's roof, and its time against the least possible.
+# --- FP8: speed against quality -------------------------------------------------------------------
 
-    table: `analysis.roofline` of one case. Kernels are numbered alike on both sides; one whose
-    operations or bytes are not known (or that computes nothing) is only on the right. Raises
-    ValueError for several layers or none, and for several cases. Ours.
+_LOOKS = {  # side -> name, colour, marker, and whether it is filled
+    "dense": ("dense bf16", "black", "v", True),
+    "sparse": ("sparse bf16", base.SPARSE, "o", True),
+    DENSE_FP8: (DENSE_FP8, "black", "v", False),
+    SPARSE_FP8: (SPARSE_FP8, base.SPARSE, "o", False),
+    "dense FP8 all": ("dense FP8,\nattention too", "black", "v", False),
+    "sparse FP8 all": ("sparse FP8,\nattention too", base.SPARSE, "o", False),
+}
+
+
+def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame) -> Figure:
+    """Draw the speed of bf16 and FP8, dense and sparse, against the change of cross-entropy.
+
+    layer, model: `analysis.speed_and_quality` of one case of a layer, and of one model's forward
+    passes, which may be empty; quality: the rows of `analysis.fp8_quality` of the judged model.
     """
-    title = _layer(table)
-    tokens, pattern, active = _one(table, ["tokens", "pattern", "active"], "case")
-    order = table["provider"].map(list(PROVIDERS).index)
-    table = table.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
-    height = max(2.8, 0.6 + 0.2 * len(table))
-    figure, ((left, right),) = _figure(PAGE, height, 1, 2, width_ratios=(1, 1.2))
-    _roof(left, table)
-    _against_floor(right, table)
-    case = f"{tokens:,} tokens, {pattern} activity, {active:.0f} active"
-    figure.suptitle(f"{title}, forward; {case}", fontsize=8)
-    entries = {}
-    for name in table["provider"].unique():
-        colour, marker = PROVIDERS[name]
-        entries[NAMES[name]] = _key(colour, marker=marker or "o", markersize=5, linestyle="")
-    _legend(figure, "lower center", entries, ncols=4, handlelength=1)
-    _caption(
+    judged, tokens = base.one_case(quality, ["model", "tokens"], "model whose quality was measured")
+    tables = [table for table in (layer, model) if len(table)]
+    figure, (row,) = base.subplots(base.PAGE, 2.9, 1, len(tables), sharex=True)
+    for ax, table in zip(row, tables, strict=True):
+        first = table.iloc[0]
+        case = "one layer, {hidden_size} x {intermediate_size}, {tokens:,} tokens"
+        if "model" in table:
+            case = f"{base.model_name(first['model'])}, forward, {{batch}} x {{context:,}} tokens"
+        ax.set_title(case.format(**first), loc="left", fontsize=8)
+        _points(ax, table)
+        ax.set_xlabel(f"change of cross-entropy of {judged} (nats)")
+    left, right = row[0].get_xlim()
+    row[0].set_xlim(left, right + 0.4 * (right - left))  # for the notes
+    row[0].set_ylabel("speed over dense bf16")
+    figure.suptitle(f"speed: {layer['device'].iloc[0]}; quality: {judged}", fontsize=8)
+    size, neurons = quality["parameters"].iloc[0] / 1e6, quality["active"].iloc[0]
+    levels = " and ".join(f"{table['active'].iloc[0]:.0f}" for table in tables)
+    base.caption(
         figure,
-        "Roof: the measured speed of a large matrix product and of a copy.",
-        "Least time: operations or unavoidable bytes at that speed; % is its share of the time.",
-        "A share above 100% means faster than the copy, which is a yardstick and no bound."
-        if (table["share"] > 1).any()
-        else "",
-        "One profiled measurement.",
+        "Up is faster, left is better.",
+        f"Quality is of {judged}: {size:.3g} M parameters, {neurons:.0f} active neurons,",
+        f"{tokens:,} held-out tokens, with paired 95% intervals.",
+        f"Speed is of random weights with imposed activity, {levels} active.",
+        "Sparse bf16 computes the function of dense bf16.",
+        base.measured(),
     )
     return figure
 
 
-def _roof(ax: Axes, table: pd.DataFrame) -> None:
-    """Kernels under the roof; those that lie close together share a label."""
-    peak, bandwidth = table["peak"].iloc[0], table["bandwidth"].iloc[0]
-    drawn = table[(table["intensity"] > 0) & (table["tflops"] > 0)]
-    ridge = 1000 * peak / bandwidth
-    low, high = min([ridge, *drawn["intensity"]]) / 4, max([ridge, *drawn["intensity"]]) * 12
-    start = low * bandwidth / 1000
-    ax.plot([low, ridge, high], [start, peak, peak], color="black", linewidth=1)
-    _note(ax, f"matrix product, {peak:.0f} TFLOP/s", (high, peak), (0, 6), ha="right", fontsize=7)
-    middle = np.sqrt(low * ridge)
-    look = {"ha": "right", "va": "bottom", "fontsize": 7}
-    _note(ax, f"copy,\n{bandwidth:,.0f} GB/s", (middle, middle * bandwidth / 1000), (-3, 3), **look)
-    labels: dict[tuple[float, float], list[str]] = {}
-    for row in drawn.itertuples():
-        place = row.intensity, row.tflops
-        near = (at for at in labels if np.abs(np.log(np.divide(at, place))).max() < 0.7)
-        labels.setdefault(next(near, place), []).append(str(row.Index + 1))
-        colour, marker = PROVIDERS[row.provider]
-        look = {"markersize": 5, "markeredgewidth": 1.2, "markerfacecolor": "none", "zorder": 4}
-        ax.plot(*place, marker or "o", color=colour, **look)
-    for at, numbers in labels.items():
-        _note(ax, ", ".join(numbers), at, (6, -4), va="center", fontsize=7, **_HALO)
-    ax.set(xscale="log", yscale="log")
-    ax.set_ylim(top=4 * peak)
-    ax.set(xlabel="intensity (flop / least byte)", ylabel="achieved (TFLOP/s)")
-    plain(ax.xaxis, ax.yaxis)
-
-
-def _against_floor(ax: Axes, table: pd.DataFrame) -> None:
-    """The time of each kernel, its least part dark."""
-    colours = [PROVIDERS[name][0] for name in table["provider"]]
-    y = np.arange(len(table)) + 0.7 * (table["provider"] != table["provider"].shift()).cumsum()
-    ax.barh(y, table["ms"], 0.75, color=colours, alpha=0.35)
-    ax.barh(y, table["floor"].clip(upper=table["ms"]).fillna(0), 0.75, color=colours)
-    _row_names(ax, y, [f"{row.kernel}  {row.Index + 1}" for row in table.itertuples()])
-    for place, row in zip(y, table.itertuples(), strict=True):
-        share = "least not known" if np.isnan(row.share) else f"{100 * row.share:.0f}%"
-        _note(
-            ax, f"{row.ms:.{2 + (row.ms > 1)}g} ms, {share}", (row.ms, place), (3, 0), va="center"
-        )
-    ax.set_xlim(0, 1.5 * table["ms"].max())
-    ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    ax.set_xlabel("time of a call (ms; dark: the least time)")
+def _points(ax: Axes, table: pd.DataFrame) -> None:
+    """Draw a point a side, named, with the bars of both directions."""
+    for row in table.itertuples():
+        name, colour, marker, filled = _LOOKS[row.side]
+        x, y = row.difference, row.speedup
+        if row.high > row.low:
+            ends = np.array([[x - row.low], [row.high - x]])
+            ax.errorbar([x], [y], xerr=ends, fmt="none", ecolor=colour, elinewidth=0.9, capsize=2)
+        low, high = np.array([row.speedup_low]), np.array([row.speedup_high])
+        base.bars(ax, [x], [y], low, high, colour)
+        face = colour if filled else "white"
+        ax.plot(x, y, marker, color=colour, markerfacecolor=face, markersize=6, zorder=3)
+        look = {"ha": "left", "va": "bottom", "fontsize": 7, "color": colour}
+        place = (np.nanmax([x, row.high]), y), (6, 3)  # beside the bar
+        base.note(ax, f"{name} ({y:.2f})", *place, **look)
+    ax.axhline(1, color="black", linewidth=0.8)
+    ax.margins(0.12, 0.2)

@@ -1,94 +1,29 @@
-"""Figures of training: sweeps (Figs 2, 3, 9), choices (Fig. 8), sizes (section 4.2), ways."""
+"""Figures of training: sweeps (Figs 2, 3, 9), remedies (Fig. 8), sizes, tokens, races, students."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
+import matplotlib as mpl
 import numpy as np
 import pandas as pd
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from study import analysis
-from study.plots.base import (
-    ACTIVE_FLOOR,
-    AUTO,
-    COLUMN,
-    DENSE,
-    GREEN,
-    OURS,
-    PAGE,
-    PAPER,
-    PURPLE,
-    RED,
-    SPARSE,
-    _caption,
-    _end_labels,
-    _figure,
-    _instead,
-    _key,
-    _legend,
-    _level_colours,
-    _named,
-    _note,
-    _one,
-    _panel,
-    _range,
-    _sentence,
-    plain,
-)
+from study.plots import base
 
-STATUS_MARKERS = {"alive": "o", "unused": "s", "dead layer": "X"}
-# Text above lines.
+_STATUSES = {  # mark and name
+    "alive": ("o", "alive"),
+    "unused": ("s", "feed-forward unused"),
+    "dead layer": ("X", "dead layer"),
+}
 _ON_WHITE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}, "zorder": 4}
 _PRICE = {"color": "0.5", "linestyle": "--", "linewidth": 0.8}  # the price that the paper accepts
 
 
-# --- sweeps (Figs 2, 3, 9) ----------------------------------------------------------------------
-
-
-def _signed(percent: float) -> str:
-    return f"{percent:+.1f}%".replace("-", "−")
-
-
-def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
-    """One line a run, coloured by its L1 coefficient; the running mean over `window` points."""
-    colours = _level_colours(curves["l1_coefficient"])
-    for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
-        smooth = curve["value"].rolling(window, min_periods=1).mean()
-        ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1])
-    _of_training(ax)
-
-
-def _of_training(ax: Axes, steps: int = 6) -> None:
-    """Name the horizontal axis, with few numbers, which are long for a small run."""
-    ax.set_xlabel("training tokens (millions)")
-    ax.xaxis.set_major_locator(MaxNLocator(steps))
-
-
-def _name_levels(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
-    """Write the level of L1 at the end of each line; of a level with several runs at the first."""
-    colours, ends = _level_colours(curves["l1_coefficient"]), []
-    for l1, some in curves.groupby("l1_coefficient"):
-        first = some[some["run"] == some["run"].iloc[0]]
-        ends.append((first["value"].tail(window).mean(), analysis.level_name(l1), colours[l1]))
-    ax.set_xlim(right=curves["tokens"].max() / 1e6)
-    _end_labels(ax, "L1", ends)
-
-
-def _over_lowest(curves: pd.DataFrame) -> tuple[float, pd.DataFrame]:
-    """The lowest level, and curves less the first run at it, interpolated between its steps."""
-    lowest = curves["l1_coefficient"].min()
-    at_lowest = curves[curves["l1_coefficient"] == lowest]
-    base = at_lowest[at_lowest["run"] == at_lowest["run"].iloc[0]].sort_values("tokens")
-    there = np.interp(curves["tokens"], base["tokens"], base["value"])
-    return lowest, curves.assign(value=curves["value"] - there)
-
-
 def _number(runs: pd.Series) -> str:
-    return f"{_range(runs)} run{'s' if runs.max() > 1 else ''}"
+    return f"{base.number_range(runs)} run{'s' if runs.max() > 1 else ''}"
 
 
 def _runs_a_level(table: pd.DataFrame) -> str:
@@ -96,54 +31,69 @@ def _runs_a_level(table: pd.DataFrame) -> str:
     return f"{number} a level.".replace("1 run ", "One run ")
 
 
+# --- sweeps (Figs 2, 3, 9) ------------------------------------------------------------------------
+
+
+def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
+    """Draw a line a run, coloured by its L1; the running mean over `window` points."""
+    colours = base.level_colours(curves["l1_coefficient"])
+    for (l1, _), curve in curves.groupby(["l1_coefficient", "run"]):
+        smooth = curve["value"].rolling(window, min_periods=1).mean()
+        ax.plot(curve["tokens"] / 1e6, smooth, color=colours[l1])
+    _of_training(ax)
+
+
+def _of_training(ax: Axes) -> None:
+    ax.set_xlabel("training tokens (millions)")
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+
+
+def _name_levels(figure: Figure, curves: pd.DataFrame) -> None:
+    """Name the colours of the levels of L1 at the right of the panels."""
+    colours = base.level_colours(curves["l1_coefficient"])
+    lines = {analysis.level_name(l1): base.key(colour) for l1, colour in colours.items()}
+    base.legend(figure, "right center", lines, title="L1")
+
+
 def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
     """Draw cross-entropy over training for each L1, and its difference from the lowest L1.
 
-    curves: `analysis.training_curves` of cross_entropy; smoothed over 5% of the points. about: the
-    model, above the panels.
+    curves: `analysis.training_curves` of cross_entropy; smoothed over 5% of the points.
     """
-    figure, ((left, right),) = _figure(PAGE, 2.7, 1, 2)
+    figure, ((left, right),) = base.subplots(base.PAGE, 2.7, 1, 2)
     window = max(1, curves.groupby("run").size().max() // 20)
-    lowest, over = _over_lowest(curves)
+    lowest = curves["l1_coefficient"].min()
+    first = curves[curves["l1_coefficient"] == lowest]
+    first = first[first["run"] == first["run"].iloc[0]].sort_values("tokens")
+    there = np.interp(curves["tokens"], first["tokens"], first["value"])
+    over = curves.assign(value=curves["value"] - there)
     for ax, lines in ((left, curves), (right, over)):
         _level_lines(ax, lines, window)
-    _name_levels(right, over, window)  # at the left they end too near to each other
+    _name_levels(figure, curves)
     left.set_ylabel("training cross-entropy (nats)")
     right.set_ylabel(f"cross-entropy minus L1 = {analysis.level_name(lowest)} (nats)")
-    _caption(figure, _sentence(about), _runs_a_level(curves), "Running means over 5% of a run.")
+    means = "Running means over 5% of a run."
+    base.caption(figure, base.sentence(about), _runs_a_level(curves), means)
     return figure
-
-
-_STATUS_NAMES = {"alive": "alive", "unused": "feed-forward unused", "dead layer": "dead layer"}
-
-
-def _status_keys(statuses: Iterable[str]) -> dict[str, Artist]:
-    """Marks of the legend, unless all levels are alive."""
-    shown = [status for status in _STATUS_NAMES if status in set(statuses)]
-    if shown == ["alive"]:
-        return {}
-    look = {"linestyle": "", "markersize": 5}
-    return {_STATUS_NAMES[one]: _key("0.55", marker=STATUS_MARKERS[one], **look) for one in shown}
 
 
 def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw cross-entropy, its price in % of L1 = 0, and active neurons for each L1.
 
-    table: `analysis.sweep`. Each mark is a run, lines join the means of a level. Levels at which a
-    layer is dead or the feed-forward layers are unused have a mark of their own. about: the model.
+    table: `analysis.sweep`. Each mark is a run, lines join the means of a level.
     """
-    figure, axes = _figure(COLUMN, 4.0, 2, 1, sharex=True)
+    figure, axes = base.subplots(base.COLUMN, 4.0, 2, 1, sharex=True)
     top, bottom = axes[:, 0]
     levels = sorted(table["l1_coefficient"].unique())
-    colours = _level_colours(levels)
+    colours = base.level_colours(levels)
     table = table.assign(level=table["l1_coefficient"].map(levels.index))
     means = table.groupby("level")[["cross_entropy", "cross_entropy_change", "active"]].mean()
     for ax, column in ((top, "cross_entropy"), (bottom, "active")):
-        ax.plot(means[column].clip(lower=ACTIVE_FLOOR), color="0.7", linewidth=1)
+        ax.plot(means[column].clip(lower=base.ACTIVE_FLOOR), color="0.7", linewidth=1)
         for status, rows in table.groupby("status"):
             colour = [colours[l1] for l1 in rows["l1_coefficient"]]
-            look = {"marker": STATUS_MARKERS[status], "linewidth": 0.4, "edgecolor": "white"}
-            heights = rows[column].clip(lower=ACTIVE_FLOOR)
+            look = {"marker": _STATUSES[status][0], "linewidth": 0.4, "edgecolor": "white"}
+            heights = rows[column].clip(lower=base.ACTIVE_FLOOR)
             ax.scatter(rows["level"], heights, 26, colour, zorder=3, **look)
         ax.margins(0.09, 0.2)
     # Notes stand where the line does not go.
@@ -151,101 +101,38 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     for level, price in means.loc[means.index > 0, "cross_entropy_change"].dropna().items():
         rises = level - 1 in losses.index and losses[level - 1] < losses[level]
         look = {"ha": "left" if rises else "center"} | _ON_WHITE
-        _note(top, _signed(price), (level, lowest[level]), (3 * rises, -12), **look)
+        place = (level, lowest[level]), (3 * rises, -12)
+        base.note(top, base.change(price, 1), *place, **look)
     for level, active in means["active"].items():
-        place = level, max(active, ACTIVE_FLOOR)
-        _note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
+        place = level, max(active, base.ACTIVE_FLOOR)
+        base.note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
     top.set_ylabel("cross-entropy (nats)")
     bottom.set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
     bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], fontsize=6.5)
-    plain(bottom.yaxis)
-    if entries := _status_keys(table["status"]):
-        _legend(figure, "upper center", entries, ncols=3, columnspacing=1, handletextpad=0)
+    base.plain(bottom.yaxis)
+    shown = [mark for status, mark in _STATUSES.items() if status in set(table["status"])]
+    if len(shown) > 1:
+        look = {"linestyle": "", "markersize": 5}
+        keys = {name: base.key("0.55", marker=marker, **look) for marker, name in shown}
+        base.legend(figure, "upper center", keys, ncols=3, columnspacing=1, handletextpad=0)
     runs = f"Each mark is a run, {_number(table.groupby('level').size())} a level"
     change = "The percentages are changes of cross-entropy from L1 = 0."
-    _caption(figure, _sentence(about), f"{runs}; the line joins means of a level.", change)
+    joined = f"{runs}; the line joins means of a level."
+    base.caption(figure, base.sentence(about), joined, change)
     return figure
 
 
-_SEED_BARS = (
-    "Bars are ± one standard deviation of seeds; no bars: one run, or bars within the mark."
-)
-
-
-def _seed_bars(ax: Axes, rows: pd.DataFrame, x, y, xerr, yerr, **look) -> None:
-    """Bars of the deviation over seeds, where there are several."""
-    seeds = rows["runs"] > 1
-    look = {"fmt": "none", "elinewidth": 1} | look
-    ax.errorbar(x[seeds], y[seeds], xerr=xerr[seeds], yerr=yerr[seeds], **look)
-
-
-_BUDGETS = ["-", "--", ":", "-."]  # of the lines of `frontier`
-
-
-def frontier(table: pd.DataFrame, about: str = "") -> Figure:
-    """Draw cross-entropy by share of active neurons, a line for each number of training tokens.
-
-    table: `analysis.levels` of one or more sweeps. Bars are the standard deviation over seeds,
-    light lines the price that the paper accepts (analysis.MAX_PRICE above L1 = 0), the dotted one
-    95% inactive neurons. Levels at which a layer is dead or the feed-forward layers are
-    unused have a mark of their own and are not joined. about: the model.
-    """
-    figure, ax = _panel(0.66 * PAGE, 2.9)
-    colours = _level_colours(table["l1_coefficient"])
-    budgets = sorted(table["tokens"].unique())
-    entries = {}
-    for tokens, dash in zip(budgets, _BUDGETS, strict=False):
-        rows = table[table["tokens"] == tokens].sort_values("active")
-        share, loss = 100 * rows["active_fraction"].clip(lower=1e-6), rows["cross_entropy"]
-        alive = rows["status"] == "alive"
-        (line,) = ax.plot(share[alive], loss[alive], color="0.45", linestyle=dash, linewidth=1)
-        entries[f"{tokens / 1e6:.3g} M training tokens"] = line
-        neurons = (rows["active"] / rows["active_fraction"]).max()
-        aside = 100 * rows["active_std"] / neurons
-        _seed_bars(ax, rows, share, loss, aside, rows["cross_entropy_std"], ecolor="0.2")
-        for status, some in rows.groupby("status"):
-            shades = [colours[l1] for l1 in some["l1_coefficient"]]
-            look = {"color": shades, "marker": STATUS_MARKERS[status], "s": 10, "zorder": 3}
-            ax.scatter(share[some.index], some["cross_entropy"], **look)
-        dense = loss[rows["l1_coefficient"] == 0]
-        if len(dense):
-            price = (1 + analysis.MAX_PRICE / 100) * dense.item()
-            ax.axhline(price, **_PRICE | {"linestyle": dash, "color": "0.75"})
-    few = ax.axvline(5, color="0.5", linestyle=":", linewidth=1)
-    ax.set(xscale="log", xlabel="active neurons per token (% of all)")
-    ax.set_ylabel("cross-entropy (nats)")
-    ax.margins(0.1, 0.15)
-    plain(ax.xaxis)
-    dots = {"marker": "o", "markersize": 4, "linestyle": ""}
-    levels = {analysis.level_name(l1): _key(colour, **dots) for l1, colour in colours.items()}
-    _legend(figure, "right center", levels, title="L1", handletextpad=0.1)
-    entries |= {
-        f"{analysis.MAX_PRICE:g}% above L1 = 0": _key(
-            **_PRICE | {"linestyle": "-", "color": "0.75"}
-        )
-    }
-    entries |= {"95% inactive": few}
-    _legend(figure, "lower center", entries | _status_keys(table["status"]), ncols=2)
-    _caption(figure, _sentence(about), _SEED_BARS)
-    return figure
-
-
-def _over_training(axes: np.ndarray, dead: pd.DataFrame):
+def _over_training(left: Axes, right: Axes, dead: pd.DataFrame) -> None:
     """Finish two panels over training: active neurons, and dead ones, if a window was filled."""
-    left, right = axes[0]
     left.set(yscale="log", ylabel="active neurons per token")
-    plain(left.yaxis)
+    base.plain(left.yaxis)
     low, high = left.get_ylim()
     if high < 200 * low:
         left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
     right.set_ylabel("dead neurons (%)")
     right.set_xlim(left.get_xlim())
     if dead.empty:
-        _instead(right, "no window was filled")
-
-
-def _dead_sentence(window_tokens: int) -> str:
-    return f"A dead neuron was silent for {window_tokens:,} tokens."
+        right.text(0.5, 0.5, "no window was filled", ha="center", transform=right.transAxes)
 
 
 def fig09_activity_over_training(
@@ -254,39 +141,28 @@ def fig09_activity_over_training(
     """Draw active neurons and the dead fraction over training for each L1 level.
 
     active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for
-    how many tokens a neuron that counts as dead was silent; about: the model.
+    how many tokens a dead neuron was silent.
     """
-    figure, axes = _figure(PAGE, 2.7, 1, 2)
-    active = active.assign(value=active["value"].clip(lower=ACTIVE_FLOOR))
+    figure, ((left, right),) = base.subplots(base.PAGE, 2.7, 1, 2)
+    active = active.assign(value=active["value"].clip(lower=base.ACTIVE_FLOOR))
     dead = dead.assign(value=100 * dead["value"])
-    _level_lines(axes[0, 0], active)
+    _level_lines(left, active)
     if len(dead):
-        _level_lines(axes[0, 1], dead)
-    _over_training(axes, dead)
-    _name_levels(axes[0, 0], active)
-    if len(dead):
-        _name_levels(axes[0, 1], dead)
-    _caption(figure, _sentence(about), _runs_a_level(active), _dead_sentence(window_tokens))
+        _level_lines(right, dead)
+    _over_training(left, right, dead)
+    _name_levels(figure, active)
+    silent = f"A dead neuron was silent for {window_tokens:,} tokens."
+    base.caption(figure, base.sentence(about), _runs_a_level(active), silent)
     return figure
 
 
-# --- choices of training and sizes (Fig. 8, section 4.2), ways to compute -----------------------
+# --- remedies (Fig. 8) and sizes (section 4.2) ----------------------------------------------------
 
-# Of `analysis.choice`: colour, mark and dash. No path of the layer stands beside them.
-CHOICES = {
-    "recipe": (OURS, "o", "-"),
-    "re-initialisation": (GREEN, "s", "--"),
-    "L1 warm-up": (PURPLE, "^", "-."),
-    "balanced columns": (RED, "D", ":"),
+CHOICES = {  # of `analysis.choice`: colour and dash
+    "recipe": (base.OURS, "-"),
+    "re-initialisation": (base.GREEN, "--"),
+    "L1 warm-up": (base.PURPLE, "-."),
 }
-
-
-def _by_choice(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, tuple]]:
-    """The choices that a table has: name, rows and look."""
-    for name, look in CHOICES.items():
-        rows = table[table["choice"] == name]
-        if len(rows):
-            yield name, rows, look
 
 
 def fig08_remedies(
@@ -295,15 +171,17 @@ def fig08_remedies(
     """Draw active and dead neurons over training for each remedy: means, and bands of all seeds.
 
     active, dead: `analysis.training_curves` of active_mean and dead_fraction, of one level of L1;
-    window_tokens: for how many tokens a neuron that counts as dead was silent; about: the model.
-    Raises ValueError for several levels.
+    window_tokens: for how many tokens a dead neuron was silent.
     """
-    (level,) = _one(active, ["l1_coefficient"], "level of L1")
-    figure, axes = _figure(PAGE, 2.8, 1, 2)
-    for ax, curves, unit in zip(axes.flat, (active, dead), (1, 100), strict=True):
-        for name, rows, (colour, _, dash) in _by_choice(curves):
+    (level,) = base.one_case(active, ["l1_coefficient"], "level of L1")
+    figure, (axes,) = base.subplots(base.PAGE, 2.8, 1, 2)
+    for ax, curves, unit in zip(axes, (active, dead), (1, 100), strict=True):
+        for name, (colour, dash) in CHOICES.items():
+            rows = curves[curves["choice"] == name]
+            if rows.empty:
+                continue
             values = (unit * rows["value"]).groupby(rows["tokens"]).agg(["mean", "min", "max"])
-            values = values.clip(lower=ACTIVE_FLOOR) if unit == 1 else values
+            values = values.clip(lower=base.ACTIVE_FLOOR) if unit == 1 else values
             seeds, tokens = rows["run"].nunique(), values.index / 1e6
             number = f"{seeds} seeds" if seeds > 1 else "one run"
             ax.plot(tokens, values["mean"], dash, color=colour, label=f"{name}, {number}")
@@ -311,54 +189,12 @@ def fig08_remedies(
                 look = {"color": colour, "alpha": 0.25, "linewidth": 0}
                 ax.fill_between(tokens, values["min"], values["max"], **look)
         _of_training(ax)
-    _over_training(axes, dead)
-    _legend(figure, "lower center", ncols=len(_named(axes[0, 0])))
+    _over_training(*axes, dead)
+    base.legend(figure, "lower center", ncols=len(base.named(axes[0])))
     about = ", ".join(part for part in (about, f"L1 = {analysis.level_name(level)}") if part)
     bands = "Lines are means, bands reach from the lowest to the highest seed."
-    _caption(figure, _sentence(about), bands, _dead_sentence(window_tokens))
-    return figure
-
-
-def choices_frontier(table: pd.DataFrame, about: str = "") -> Figure:
-    """Draw the price and the dead neurons of each choice against its share of active neurons.
-
-    table: `analysis.levels` of `analysis.choices`; drawn are the CHOICES, at levels that are alive,
-    joined where there are several. Bars are the standard deviation over seeds. The dashed line is
-    the price that the paper accepts. about: the model.
-    """
-    figure, ((left, right),) = _figure(PAGE, 3.1, 1, 2)
-    table = table[table["status"] == "alive"].sort_values("active_fraction")
-    panels = (left, "cross_entropy_change", 1), (right, "dead_fraction_train", 100)
-    for ax, column, unit in panels:
-        for name, rows, (colour, marker, dash) in _by_choice(table):
-            share, height = 100 * rows["active_fraction"], unit * rows[column]
-            look = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1}
-            label = f"{name} ({_number(rows['runs'])})"
-            ax.plot(share, height, dash, label=label, **look)
-            errors = 100 * rows["active_fraction_std"], unit * rows[f"{column}_std"]
-            _seed_bars(ax, rows, share, height, *errors, ecolor=colour)
-            if name == "recipe" and ax is right:  # where the line falls, and nothing is above it
-                names = [analysis.level_name(l1) for l1 in rows["l1_coefficient"]]
-                for x, y, text in zip(share, height, names, strict=True):
-                    last = x == share.max() and len(share) > 1
-                    place = {"ha": "right", "va": "top"} if last else {}
-                    _note(
-                        ax,
-                        f"L1 = {text}" if last else text,
-                        (x, y),
-                        (3, -5 if last else 3),
-                        **place,
-                    )
-        ax.set(xscale="log", xlabel="active neurons per token (% of all)")
-        ax.margins(0.1, 0.12)
-        plain(ax.xaxis)
-    price = left.axhline(analysis.MAX_PRICE, **_PRICE)
-    left.set_ylabel("cross-entropy (% over L1 = 0)")
-    right.set_ylabel("dead neurons (%)")
-    entries = _named(left) | {f"{analysis.MAX_PRICE:g}% above L1 = 0": price}
-    _legend(figure, "lower center", entries, ncols=3)
-    names = "Numbers at the right are the recipe's levels of L1."
-    _caption(figure, _sentence(about), _SEED_BARS, names)
+    silent = f"A dead neuron was silent for {window_tokens:,} tokens."
+    base.caption(figure, base.sentence(about), bands, silent)
     return figure
 
 
@@ -368,129 +204,194 @@ def scale_activity(
     """Draw active neurons and the gap to the dense model by size, ours and the paper's.
 
     table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
-    `analysis.seed_noise` for active_fraction and cross_entropy_change; the standard errors that it
-    gives are drawn as bars. about: a further sentence of the caption.
+    `analysis.seed_noise` for active_fraction and cross_entropy_change.
     """
-    figure, axes = _figure(PAGE, 2.9, 1, 2, sharex=True)
-    left, right = axes[0]
-    entries, bars_of = {}, ""
-    for whose, rows, colour, marker in (("ours", table, OURS, "o"), ("paper", paper, PAPER, "s")):
+    figure, ((left, right),) = base.subplots(base.PAGE, 2.9, 1, 2, sharex=True)
+    runs = np.sqrt(1 / table["runs"] + 1 / table["dense_runs"])
+    errors = {  # the logarithm of activity scatters
+        "share": 100 * table["active_fraction"] * noise["active_fraction"] / np.sqrt(table["runs"]),
+        "change": noise["cross_entropy_change"] * runs,
+    }
+    sides = ("ours", table, base.OURS, "o"), ("paper", paper, base.PAPER, "s")
+    entries = {}
+    for whose, rows, colour, marker in sides:
         level = analysis.level_name(rows["l1_coefficient"].iloc[0])
-        rows = rows.sort_values("parameters").assign(share=100 * rows["active_fraction"])
+        rows = rows.assign(share=100 * rows["active_fraction"])
         for ax, column in ((left, "share"), (right, "change")):
             known = rows.dropna(subset=column)
             size, height = known["parameters"] / 1e6, known[column]
             look = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1}
             (line,) = ax.plot(size, height, linestyle=":", **look)
-            entries.setdefault(f"{whose}, L1 = {level}{_sizes_name(rows)}", line)
-            bar = _standard_errors(known, column, noise) if whose == "ours" else np.array(np.nan)
-            if np.isfinite(bar).all():
+            widths = rows["intermediate_size"].unique()
+            width = f", {widths[0]:,} neurons a layer" if len(widths) == 1 else ""
+            entries.setdefault(f"{whose}, L1 = {level}{width}", line)
+            if whose == "ours":
+                bar = errors[column][known.index]
                 ax.errorbar(size, height, bar, fmt="none", ecolor=colour, elinewidth=1)
-                bars_of = "Bars are ± one standard error by the noise of seeds at one size."
             if ax is left:
                 for x, y in zip(size, height, strict=True):
-                    _note(ax, f"{y:.2f}%", (x, y), (4, 4), color=colour)
+                    base.note(ax, f"{y:.2f}%", (x, y), (4, 4), color=colour)
     for ax in (left, right):
         ax.set(xscale="log", xlabel="parameters (millions)")
         ax.margins(0.12)
-        plain(ax.xaxis)
+        base.plain(ax.xaxis)
     left.set(yscale="log", ylabel="active neurons per token (% of all)")
-    plain(left.yaxis)
+    base.plain(left.yaxis)
     name = f"{analysis.MAX_PRICE:g}%, the rise that the paper accepts"
     entries[name] = right.axhline(analysis.MAX_PRICE, **_PRICE)
     low, high = right.get_ylim()
     right.set_ylabel("cross-entropy (% over L1 = 0)")
     right.set_ylim(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE))
-    _legend(figure, "lower center", entries, ncols=2)
-    _caption(figure, "The percentages at the left are shares of active neurons.", bars_of, about)
+    base.legend(figure, "lower center", entries, ncols=2)
+    shares = "The percentages at the left are shares of active neurons."
+    bars = "Bars are ± one standard error by the noise of seeds at one size."
+    base.caption(figure, shares, bars, about)
     return figure
 
 
-def _standard_errors(rows: pd.DataFrame, column: str, noise: dict[str, float]) -> pd.Series:
-    """Of a mean share of active neurons, whose logarithm scatters, or of a change of the loss."""
-    if column == "share":
-        return rows[column] * noise["active_fraction"] / np.sqrt(rows["runs"])
-    return noise["cross_entropy_change"] * np.sqrt(1 / rows["runs"] + 1 / rows["dense_runs"])
+# --- over training tokens and time ----------------------------------------------------------------
+
+_APART = 1.05  # ratio of places of neighbouring levels, so that no bar hides another one
 
 
-def _sizes_name(rows: pd.DataFrame) -> str:
-    """The neurons of a layer if all sizes have as many, and the runs if each size has one."""
-    widths = rows["intermediate_size"].unique()
-    single = "runs" in rows and (rows["runs"] == 1).all()
-    width = f", {widths[0]:,} neurons a layer" if len(widths) == 1 else ""
-    return width + (", one run a size" if single else "")
+def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
+    """Draw active neurons, dead neurons and the change of cross-entropy over training tokens.
 
-
-# How a training was computed: colour by backend, dashes of further runs by the same.
-BACKENDS = {"dense": DENSE, "triton": SPARSE, "auto": AUTO}
-_AGAIN = ["-", (0, (3, 1.5)), (0, (1, 1)), "-.", (0, (5, 1, 1, 1, 1, 1))]
-
-
-def computed_otherwise(table: pd.DataFrame, curves: pd.DataFrame, about: str = "") -> Figure:
-    """Draw a training that was computed in several ways: cross-entropy, speed and peak memory.
-
-    table, curves: `analysis.computed_otherwise` and `analysis.computed_curves` of the same runs.
-    Cross-entropy is drawn as the difference from the first run, at each logged step and as running
-    mean over 5% of the steps. Where no memory was logged, the third panel says so. about: the
-    model. Raises ValueError for more runs than there are dashes.
+    table: `analysis.over_tokens`, a line a level of L1; of cross-entropy a dashed one for the
+    training text. Bars are its intervals, of solid lines.
     """
-    if len(table) > len(_AGAIN):
-        raise ValueError(f"this figure shows up to {len(_AGAIN)} runs; this table has {len(table)}")
-    figure, axes = _figure(PAGE, 2.7, 1, 3)
-    again = table.groupby("backend").cumcount()
-    looks = {
-        run: {"color": BACKENDS.get(backend, GREEN), "linestyle": _AGAIN[number], "label": label}
-        for run, backend, number, label in zip(
-            table["run"], table["backend"], again, _ways(table), strict=True
-        )
-    }
+    figure, (axes,) = base.subplots(base.PAGE, 2.7, 1, 3)
+    colours = base.level_colours(table["l1_coefficient"])
     panels = {
-        "tokens_per_second": ("speed (thousand tokens/s)", 1e-3),
-        "peak_memory": ("peak memory of a GPU (GB)", 1e-9),
+        "active": "active neurons per token",
+        "dead": "dead neurons (%)",
+        "change": "cross-entropy (% over L1 = 0)",
     }
-    window = _differences(axes[0, 0], table, curves, looks)
-    for ax, (metric, (label, factor)) in zip(axes[0, 1:], panels.items(), strict=True):
-        _of_training(ax, 3)
-        ax.set_ylabel(label)
-        some = curves[curves["metric"] == metric].sort_values("step")
-        if some.empty:
-            _instead(ax, "not logged")
-            continue
-        for run, look in looks.items():
-            curve = some[some["run"] == run]
-            ax.plot(curve["tokens"] / 1e6, factor * curve["value"], **look | {"linewidth": 1})
-        ax.set_ylim(bottom=0)
-    for ax in axes[0, 1:]:
-        ax.set_xlim(axes[0, 0].get_xlim())
-    _legend(figure, "lower center", ncols=2)
-    means = "Left, thin lines are logged steps, strong ones running means over 5% of them."
-    _caption(figure, _sentence(about), "One run each.", means if window > 1 else "")
+    for ax, (name, label) in zip(axes, panels.items(), strict=True):
+        for place, (level, rows) in enumerate(table.groupby("l1_coefficient")):
+            if name == "change" and not level:
+                continue
+            tokens, height = rows["tokens"].astype(float) / 1e6, rows[name].astype(float)
+            tokens *= _APART ** (place - (len(colours) - 1) / 2)
+            look = {"color": colours[level], "marker": "o", "markersize": 3.5, "linewidth": 1}
+            if name == "change":
+                again = rows["train_change"].astype(float)
+                ax.plot(tokens, again, **look | {"linestyle": "--", "markerfacecolor": "white"})
+            ax.plot(tokens, height, **look)
+            known = rows[f"{name}_low"].notna()
+            ends = [height - rows[f"{name}_low"], rows[f"{name}_high"] - height]
+            ends = [end[known].astype(float) for end in ends]
+            ax.errorbar(tokens[known], height[known], ends, fmt="none", ecolor=colours[level])
+        ax.set(xscale="log", xlabel="training tokens (millions)", ylabel=label)
+        ax.set_xticks(sorted(table["tokens"].astype(float).unique() / 1e6))
+        ax.margins(0.12)
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
+    axes[0].set_yscale("log")
+    base.plain(axes[0].yaxis)
+    axes[2].axhline(0, color="black", linewidth=1)
+    lines = {f"L1 = {analysis.level_name(l1)}": base.key(c) for l1, c in colours.items()}
+    lines["on held-out text"] = base.key("0.4")
+    lines["on the training text"] = base.key("0.4", linestyle="--")
+    base.legend(figure, "lower center", lines, ncols=len(lines))
+    seeds = _number(table["runs"].astype(int)).replace("run", "seed")
+    base.caption(
+        figure,
+        base.sentence(about),
+        f"{seeds} a point, each with a schedule of its own.",
+        "Bars are 95% intervals over seeds, of solid lines; points without one are of a single",
+        "run, or hide it. Points are shifted sideways so that bars stay visible.",
+    )
     return figure
 
 
-def _ways(table: pd.DataFrame) -> list[str]:
-    """Names of the runs, with their cross-entropy at the end."""
-    ends = [f": {loss:.3f} nats at the end" for loss in table["cross_entropy"]]
-    known = table["cross_entropy"].notna()
-    return [way + end * ok for way, end, ok in zip(table["way"], ends, known, strict=True)]
+_BACKENDS = {"dense": base.DENSE, "triton": base.SPARSE, "auto": base.AUTO}
 
 
-def _differences(ax: Axes, table: pd.DataFrame, curves: pd.DataFrame, looks: dict) -> int:
-    """Training cross-entropy of each run minus that of the first, and its running mean.
+def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: str = "") -> Figure:
+    """Draw held-out cross-entropy over minutes of training, when each run has the same, and speed.
 
-    A row is a mean over the steps since the last one: only rows of the same steps are compared.
-    Returns over how many rows the running mean is.
+    raced, ends: `analysis.race` and `analysis.reached` of it; curves: `analysis.computed_curves` of
+    the same runs.
     """
-    losses = curves[curves["metric"] == "cross_entropy"].sort_values(["run", "tokens"])
-    losses = losses.assign(since=losses.groupby("run")["tokens"].shift(fill_value=0))
-    losses = losses.pivot(index=["since", "tokens"], columns="run", values="value")
-    window = max(1, len(losses) // 20)
-    for run, look in looks.items():
-        over = (losses[run] - losses[table["run"].iloc[0]]).dropna()
-        tokens = over.index.get_level_values("tokens") / 1e6
-        if window > 1:
-            ax.plot(tokens, over, color=look["color"], alpha=0.25, linewidth=0.6)
-        ax.plot(tokens, over.rolling(window, min_periods=1).mean(), **look | {"linewidth": 1.2})
-    _of_training(ax, 3)
-    ax.set_ylabel(f"cross-entropy minus that of\n{table['way'].iloc[0]} (nats)")
-    return window
+    figure, ((left, right),) = base.subplots(base.PAGE, 2.7, 1, 2)
+    legend, curves = {}, curves.sort_values("step")
+    by = ["run", "backend", "l1_coefficient"]
+    for (run, backend, level), rows in raced.groupby(by, sort=False):
+        rows, own = rows[rows["tokens"] > 0], curves[curves["run"] == run]
+        look = {"color": _BACKENDS[backend], "linestyle": "-"}
+        end = ends[ends["run"] == run].iloc[0]
+        label = f"{backend}, L1 = {analysis.level_name(level)}: {end['seconds'] / 60:.1f} min"
+        memory = own.loc[own["metric"] == "peak_memory", "value"]
+        if len(memory):
+            most, last = (f"{value / 1e9:.0f}" for value in (end["peak_memory"], memory.iloc[-1]))
+            label += f", {most} GB" + (f", then {last} GB" if last != most else "")
+        legend[label] = base.key(**look)
+        left.plot(rows["seconds"] / 60, rows["cross_entropy"], marker="o", ms=3, **look)
+        place = end["seconds"] / 60, end["cross_entropy"]
+        left.plot(*place, marker="|", markersize=12, color=look["color"])
+        line = own[own["metric"] == "tokens_per_second"]
+        right.plot(line["tokens"] / 1e6, line["value"] / 1e3, linewidth=1, **look)
+    target = ends["cross_entropy"].iloc[0]
+    left.axhline(target, color="0.5", linestyle="--", linewidth=0.8)
+    left.set(xlabel="training time (minutes)", ylabel="held-out cross-entropy (nats)")
+    left.margins(0.08, 0.2)
+    right.set(xlabel="training tokens (millions)", ylabel="speed (thousand tokens/s)")
+    right.set_ylim(bottom=0)
+    base.legend(figure, "lower center", legend, ncols=2)
+    base.caption(
+        figure,
+        base.sentence(about),
+        "One run each. GB: peak memory of a GPU, and that of the last steps.",
+        f"The dashed line is {target:.3f} nats, which all reach, after the minutes in the legend;",
+        "between validations a monotone cubic stands, and their time does not count.",
+    )
+    return figure
+
+
+# --- pretrained models that became sparse ---------------------------------------------------------
+
+
+def relufied_frontier(
+    pairs: pd.DataFrame, table: pd.DataFrame, frontier: dict[str, float], about: str = ""
+) -> Figure:
+    """Draw how much less accurate than the original students are over their divergence from it.
+
+    pairs, table, frontier: `analysis.relufied_pairs`, `analysis.relufied_runs` and
+    `analysis.relufied_frontier`. A mark a run, of the colour of its wanted share.
+    """
+    figure, ax = base.panel(base.PAGE, 2.9)
+    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == analysis.ORIGINAL)]
+    means = means.set_index("run")["difference"]
+    shares = sorted(set(table["wanted"]) - {0}, reverse=True)
+    places = np.linspace(0.15, 0.85, len(shares)) if len(shares) > 1 else [0.15] * len(shares)
+    colours = {0: "black"} | dict(zip(shares, map(mpl.colormaps["viridis"], places), strict=True))
+    runs = table.set_index("run")
+    entries: dict[str, Line2D] = {}
+    order = runs["wanted"].where(runs["wanted"] > 0, 1.0).sort_values(ascending=False).index
+    for run in [run for run in order if run in means.index]:
+        share = runs.loc[run, "wanted"]
+        mark = base.key(colours[share], marker="o", linestyle="")
+        entries[f"{100 * share:g}%" if share else runs.loc[run, "level"]] = mark
+        place = runs.loc[run, "kl"], 100 * means[run]
+        ax.plot(*place, "o", color=colours[share], zorder=3)
+    x = np.array([0.95 * min(frontier["low"], runs["kl"].min()), 1.05 * runs["kl"].max()])
+    line = 100 * (frontier["intercept"] + frontier["slope"] * np.log(x))
+    off = 100 * frontier["deviation"]
+    ax.plot(x, line, color="0.35", linewidth=1)
+    ax.fill_between(x, line - off, line + off, color="0.9", linewidth=0, zorder=0)
+    lost = 100 * frontier["lost"]
+    ax.plot([frontier["low"], frontier["high"]], [-lost, -lost], color="black", linewidth=3)
+    ax.set(xlabel="KL divergence (nats)", xscale="log", ylabel="accuracy difference (points)")
+    base.plain(ax.xaxis)
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8)))
+    base.legend(figure, "right", entries, title="wanted share")
+    base.caption(
+        figure,
+        base.sentence(about),
+        f"{frontier['students']} students, mean over tasks, student − original.",
+        "Grey: the line of least squares and one standard deviation of the students around it.",
+        f"Black: where it is {lost:.3g} points below, with the 95% interval over",
+        "items and students.",
+    )
+    return figure

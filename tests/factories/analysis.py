@@ -5,7 +5,6 @@ import pandas as pd
 
 from study import analysis
 from tests.factories import SEED
-from twell import results
 from twell.trace import Trace
 
 # --- traces -----------------------------------------------------------------------------------
@@ -67,21 +66,6 @@ def tables(*runs):
     """The configurations and the log of runs, as `results.load_runs` returns them."""
     rows, logs = zip(*runs, strict=True)
     return pd.DataFrame(rows), pd.concat(logs, ignore_index=True)
-
-
-ORIGIN = "device", "command", "teacher_sha256"  # of a run, where it has them
-
-
-def write_runs(folder, *runs):
-    """The same as run folders."""
-    for config, log in runs:
-        config = dict(config)
-        name = config.pop("run")
-        origin = {"device": "made", "versions": {"torch": "2"}, "commit": "none", "command": "none"}
-        origin |= {key: config.pop(key, None) for key in ("complete", "parameters")}
-        origin |= {key: config.pop(key) for key in ORIGIN if key in config}
-        results.write_run(folder / name, config, origin)
-        log[results.LOG_COLUMNS].to_csv(folder / name / "log.csv", index=False)
 
 
 DENSE = make_run("dense", 0.0, 4.0, 5.0, (30, 20))
@@ -289,18 +273,6 @@ def decode_rows(times, batch=1, **columns):
     return rows.assign(tokens_per_second=1e3 * batch / rows["p50"])
 
 
-def quality_rows(changes, **columns):
-    """Rows of quality.csv, as one call leaves them; changes: of bf16, then dense and sparse FP8."""
-    names = ["dense", "dense FP8", "triton FP8", "dense FP8 all", "triton FP8 all"]
-    providers = [f"{name} eager" if "dense" in name else name for name in names]
-    case = {"model": "twell-6m", "parameters": 6e6, "tokens": 1000, "active": 23.0} | CALL | columns
-    rows = pd.DataFrame(case | {"provider": providers, "difference": changes})
-    ends = {"low": 0.9 * rows["difference"], "high": 1.2 * rows["difference"]}
-    other = rows["difference"] - rows["difference"].iloc[[0, 1, 1, 3, 3]].to_numpy()
-    ends |= {"dense_difference": other, "dense_low": 1.2 * other, "dense_high": 0.9 * other}
-    return rows.assign(**ends)
-
-
 def model_layer_rows(dense, sparse, active, level=29.0, auto=None, **columns):
     """Rows of model_layers.csv, a layer an entry of the lists."""
     case = MODEL | {"level": level, "active_max": [50 * a for a in active], "union": 800.0}
@@ -316,20 +288,6 @@ def part_rows(dense, sparse, **columns):
     return rows.assign(**MODEL | {"active": 24.0} | columns)
 
 
-def kernel_rows(*kernels, provider="triton union", **columns):
-    """Rows of kernels.csv; kernels: (name, ms, flops, bytes)."""
-    case = speed_rows(64, 29.0, {provider: 1.0}, **columns)
-    case = case.drop(columns=["mode", "weight_sets", "p50", "relative_rms"])
-    names = ["kernel", "ms", "flops", "bytes"]
-    return case.merge(pd.DataFrame(kernels, columns=names), how="cross")
-
-
-def ceiling_rows(matmul=800.0, copy=4000.0, date=CALL["date"], device=CALL["device"]):
-    """Rows of ceilings.csv."""
-    rows = [("matmul", matmul, "TFLOP/s"), ("copy bandwidth", copy, "GB/s")]
-    return pd.DataFrame(rows, columns=["metric", "value", "unit"]).assign(date=date, device=device)
-
-
 def together(*frames):
     """The frames as one table, in a random order, as nothing may depend on it."""
     return pd.concat(frames, ignore_index=True).sample(frac=1, random_state=SEED % 2**32)
@@ -337,11 +295,11 @@ def together(*frames):
 
 # --- evaluations ------------------------------------------------------------------------------
 
-CHANCE = {task: 0.25 for task in analysis.TASKS}
+CHANCE = {task: 0.25 for task in (*analysis.TASKS, analysis.MEAN)}
 CHANCE |= {"piqa": 0.5, "winogrande": 0.5, "commonsense_qa": 0.2, "paper7": 0.3143}
 
 
-def evaluation(name="small", l1=0.0, gain=0.0, tasks=tuple(analysis.TASKS), **changes):
+def evaluation(name="small", l1=0.0, gain=0.0, tasks=(*analysis.TASKS, analysis.MEAN), **changes):
     """What `twell evaluate` writes, as far as tables read it.
 
     Each accuracy is chance and `gain`, with an error of 0.01.

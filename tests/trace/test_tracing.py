@@ -17,7 +17,6 @@ TABLES = [
     analysis.per_layer,
     lambda record: analysis.per_token(record, min_count=1),
     analysis.by_position,
-    analysis.by_neuron,
     analysis.union_sizes,
     analysis.tile_overflow,
 ]

@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.interpolate
+import scipy.stats
 
 from study import analysis
 from tests.factories.analysis import (
@@ -26,7 +28,11 @@ from tests.factories.analysis import (
 from twell import results
 
 NOTHING = pd.DataFrame(), pd.DataFrame()
+
+
 PRICE = "cross_entropy_change"
+
+
 LIMIT = (
     12.7062047 * 0.4 / math.sqrt(2)
 )  # of the family's prices: Student's t, one degree of freedom
@@ -34,9 +40,6 @@ LIMIT = (
 
 def numbers(values):
     return pytest.approx(values, nan_ok=True)
-
-
-# --- what is common to runs -----------------------------------------------------------------------
 
 
 def test_what_runs_share_is_described():
@@ -49,18 +52,6 @@ def test_what_runs_share_is_described():
     assert analysis.described(both[:0]) == analysis.described(pd.DataFrame()) == ""
 
 
-def test_model_of_a_trace():
-    trace, other = make_trace(0)[0], make_trace(1)[0]
-    wider = make_trace(1, intermediate_size=301)[0]
-    other.meta = wider.meta = {"run": "a", "l1_coefficient": 0.0}
-    assert analysis.traced_model(trace) == "3 layers of 300 neurons"
-    assert analysis.traced_model(trace, wider) == "3 layers of 300 neurons"
-    assert analysis.traced_model(trace, other) == "a, 3 layers of 300 neurons, L1 = 0"
-
-
-# --- a sweep --------------------------------------------------------------------------------------
-
-
 def test_sweep():
     dead = make_run("dead", 1e-1, 4.8, 4.8, (1, 0.009))
     dead_too = make_run("dead-too", 2e-1, 4.8, 5.8, (1, 0.5), (0.5, 1.0))
@@ -71,21 +62,18 @@ def test_sweep():
     names = ["dense", "good", "unused", "nan", "dead", "dead-too"]
     assert table["status"].to_dict() == dict(zip(names, statuses, strict=True))
     good = {"l1_coefficient": 1e-3, "tokens": 1000, "cross_entropy": 4.04, "ffn_gain": 0.96}
-    good |= {"cross_entropy_silenced": 5.0, "active": 2, "active_fraction": 0.02, PRICE: 1.0}
-    good |= {"active_init": 50.5, "fall": 50.5 / 2, "min_layer_active": 1, "dead_fraction": 0.3}
-    good |= {"dead_fraction_train": 0.5}
+    good |= {"active": 2, "active_fraction": 0.02, PRICE: 1.0}
+    good |= {"dead_fraction": 0.3, "dead_fraction_train": 0.5}
     assert table.loc["good", list(good)].to_dict() == pytest.approx(good)
     assert math.isnan(table.loc["dense", "dead_fraction_train"])
     alone = analysis.sweep(*tables(GOOD, UNUSED))  # no baseline
     assert alone[PRICE].isna().all()
-    assert analysis.recommended(analysis.levels(alone))["run"] == "good"
 
 
 def test_a_sweep_refuses_runs_that_do_not_compare():
     with pytest.raises(ValueError, match="none of the 1 runs is complete: unfinished"):
         analysis.sweep(*tables(UNFINISHED))
-    one_choice = r"one choice; .* several: recipe \(dense\), re-initialisation \(reinit\); see"
-    with pytest.raises(ValueError, match=one_choice):
+    with pytest.raises(ValueError, match="differ in choice: recipe .dense., re-init"):
         analysis.sweep(*tables(DENSE, make_run("reinit", 1e-3, 4.0, 5.0, (3, 1), reinit=0.1)))
     for field, first, second in (("learning_rate", 1, 2), ("num_layers", 2, 3), ("reinit", 1, 2)):
         runs = (
@@ -107,22 +95,8 @@ def test_levels_are_means_over_seeds():
     assert table["status"].tolist() == ["alive", "alive", "unused"]  # the worst
     means = table.loc[1, ["cross_entropy", "active", "tokens"]].tolist()
     assert means == pytest.approx([4.06, 3, 1000])
-    root = math.sqrt(2)
-    scatter = table.loc[1, ["cross_entropy_std", f"{PRICE}_std", "active_std"]].tolist()
-    assert scatter == pytest.approx([0.04 / root, 1 / root, root])
-    assert math.isnan(table.loc[0, "cross_entropy_std"])
     names = [analysis.level_name(l1) for l1 in (0, 2e-5, 1.5e-4, 0.001, 0.1, 0.3)]
     assert names == ["0", "2e-5", "1.5e-4", "1e-3", "0.1", "0.3"]
-
-
-def test_the_recommended_level():
-    dear = make_run("dear", 5e-3, 4.2, 5.0, (1, 1))
-    denser = make_run("denser", 5e-4, 4.01, 5.0, (9, 9))
-    table = analysis.levels(analysis.sweep(*tables(DENSE, denser, GOOD, dear, UNUSED)))
-    for options, run in ((2.0, "good"), (6, "dear"), (0.1, "denser")):  # at last none is cheap
-        assert analysis.recommended(table, options)["run"] == run
-    with pytest.raises(ValueError, match="no level above 0 is alive; the levels are 0, 1e-2"):
-        analysis.recommended(analysis.levels(analysis.sweep(*tables(DENSE, UNUSED))))
 
 
 def test_the_line_through_the_levels():
@@ -130,12 +104,7 @@ def test_the_line_through_the_levels():
     table["status"] = ["alive", "alive", "alive", "unused"]
     prices = [analysis.price_at(table, share) for share in (0.1, 0.05, 0.2, 0.5, 0.01)]
     assert prices == numbers([1, 3, 0.5, np.nan, np.nan])  # linear in the logarithm of activity
-    shares = [analysis.activity_at(table, price) for price in (3, 1, 9, -1)]
-    assert shares == numbers([0.05, 0.1, 0.025, np.nan])
-    # A dip: the sparsest place that is cheap enough counts, not those between.
-    assert analysis.activity_at(table.assign(**{PRICE: [0.0, 3, 1, 0]})) == pytest.approx(0.025)
-    none = table[:0]
-    assert math.isnan(analysis.price_at(none, 0.1)) and math.isnan(analysis.activity_at(none))
+    assert math.isnan(analysis.price_at(table[:0], 0.1))
 
 
 def test_curves_over_training():
@@ -146,11 +115,7 @@ def test_curves_over_training():
         for run, l1 in (("dense", 0.0), ("good", 1e-3))
         for step in (2, 4, 10)
     ]
-    valid = analysis.training_curves(runs, log, "cross_entropy", split="valid")
-    assert valid["value"].tolist() == [9, 99, 4, 9, 99, 4.04]
     assert analysis.training_curves(*tables(DENSE), "dead_fraction").empty
-    with pytest.raises(ValueError, match="no run logged 'actve'; the log has active_mean, cross"):
-        analysis.training_curves(runs, log, "actve")
     curve = pd.DataFrame({"tokens": [40, 10, 20, 30], "value": [10.0, 50.0, 12.0, 8.5]})
     settled = [analysis.settles_after(curve, within) for within in (0.2, 0.1, 5)]
     assert settled == [0.5, 1.0, 0.25]
@@ -198,9 +163,6 @@ def test_tables_to_be_read():
     assert analysis.readable(table[:0]).empty and table["value"][1] == -1e-12
 
 
-# --- choices and sizes ----------------------------------------------------------------------------
-
-
 def test_a_choice_is_read_from_the_configuration():
     named = [
         ({}, "recipe"),
@@ -211,7 +173,7 @@ def test_a_choice_is_read_from_the_configuration():
         ({"l1_warmup_steps": 5}, "L1 warm-up"),
         ({"balance_every": 1}, "balanced columns"),
         ({"gated": False, "reinit": 0.2, "balance_every": 0}, "non-gated + re-initialisation"),
-        (analysis.RECIPE | {"seed": 3}, "recipe"),
+        ({"reinit": 0.0, "gated": True, "seed": 3}, "recipe"),
     ]
     fields, names = zip(*named, strict=True)
     assert analysis.choice(pd.DataFrame(fields)).tolist() == list(names)  # others' fields are NaN
@@ -294,13 +256,11 @@ def test_choices_beside_the_line_of_the_recipe():
     rows = beside(warm_active=math.sqrt(2 * 20)).set_index("choice")
     assert set(rows.index) == {"L1 warm-up", "re-initialisation", "balanced columns"}
     # Half way in logarithms, between two levels of two seeds.
-    warm = rows.loc["L1 warm-up", ["line_price", "difference", "line_dead", "dead", "limit"]]
+    warm = rows.loc["L1 warm-up", ["line_price", "price", "line_dead", "dead", "limit"]]
     assert warm.tolist() == pytest.approx(
-        [0.5, 0.4, 0.2, 0, LIMIT * math.sqrt(1 / 2 + 2 * 0.25 / 2)]
+        [0.5, 0.9, 0.2, 0, LIMIT * math.sqrt(1 / 2 + 2 * 0.25 / 2)]
     )
     assert rows.loc["L1 warm-up", "verdict"] == "within noise"
-    share = rows.loc["balanced columns", "line_active_fraction"]
-    assert share == pytest.approx(0.2 * 0.1**0.25)
     outside = beside(made("dense", 0.0, 0.0, 40.0, 0.0, balance_every=1)).query("price == 0")
     assert outside["line_price"].isna().all() and outside["verdict"].tolist() == [""]
     sparser = made("sparser", 3e-3, 2.0, math.sqrt(2), 10.0, balance_every=1)
@@ -322,13 +282,10 @@ def test_choices_beside_the_papers_tables():
     )
     assert third["paper_cross_entropy"].tolist() == [2.255, 2.24, 2.297]
     assert third["l1"].tolist() == [0, 0, 1e-3]
-    silu = third.loc[("SiLU", 0), ["paper_accuracy", "paper_active", "runs", "active"]]
-    assert silu.tolist() == [47.1, 5632, 2, 100]
+    silu = third.loc[("SiLU", 0), ["paper_active", "runs", "active"]]
+    assert silu.tolist() == [5632, 2, 100]
     recipe = third.loc[("recipe", 2e-5), ["change", "active", "dead"]]
     assert recipe.tolist() == pytest.approx([1.0, 2.0, 40.0])
-    scatter = third.loc[("recipe", 0), "cross_entropy_std"]
-    assert scatter == pytest.approx(4 * 0.004 / math.sqrt(2))
-    assert fourth["paper_accuracy"].tolist() == [46.36, 46.2, 44.83, 46.57, 46.46, 44.71]
     assert fourth["change"].tolist() == numbers([0, 1, np.nan, 0.1, 1.1, np.nan])
     warm = fifth.loc[("L1 warm-up", 3e-4), ["paper_active", "l1", "active"]]
     assert warm.tolist() == [108, 1e-3, 8]
@@ -336,8 +293,6 @@ def test_choices_beside_the_papers_tables():
     assert reinit.tolist() == pytest.approx([2.298, 0.5])
     nothing = analysis.choice_table(paper, analysis.choices(*NOTHING), "Table 5")
     assert nothing["l1"].isna().all() and nothing["paper_active"].tolist() == [911, 29, 29, 108]
-    with pytest.raises(ValueError, match="'Table 6' is no table of choices"):
-        analysis.choice_table(paper, table, "Table 6")
 
 
 def test_sizes():
@@ -357,14 +312,9 @@ def test_sizes():
     assert analysis.sizes(*tables(runs[3], runs[4]))["active"].tolist() == [6]  # the lowest level
     assert analysis.sizes(*NOTHING).empty and analysis.sizes(*tables(runs[0], runs[-1])).empty
     table = analysis.paper_sizes(results.paper())
-    assert table["model"].tolist() == ["0.5B", "1B", "1.5B", "2B"]
-    assert table["tokens"].tolist() == [1e10, 2e10, 3e10, 4e10]
-    assert table["active"].tolist() == numbers([39, np.nan, 29, 24])
+    assert table["model"].tolist() == ["0.5B", "1.5B", "2B"]
+    assert table["active"].tolist() == [39, 29, 24]
     assert table["change"].dropna().tolist() == pytest.approx([100 * (2.297 / 2.255 - 1)])
-    assert (table["accuracy"] - table["accuracy_dense"]).round(1).tolist() == [0, 0.1, -0.2, -0.3]
-
-
-# --- one training, computed in several ways -------------------------------------------------------
 
 
 def computed(*runs):
@@ -377,9 +327,7 @@ def test_one_training_computed_in_several_ways():
     ways = ["dense, 1 device", "sparse kernels, 1 device", "sparse kernels, 2 devices"]
     expected = pd.DataFrame({"run": ["dense", "a-sparse", "b-two"], "way": ways})
     expected = expected.assign(backend=["dense", "triton", "triton"], devices=[1, 1, 2])
-    expected = expected.assign(parameters=7e6, batch_tokens=100, vocab_size=16_384)
     expected = expected.assign(cross_entropy=[4, 4.1, 4.2], active=5.0, apart=[0, 0.5, 0.5])
-    expected["apart_mean"] = [0, 0.25, 0.1875]
     expected["tokens_per_second"] = [20.0, 50, 95]  # the last two of four rows are the second half
     expected = expected.assign(peak_memory=[500.0, 400, 200], peak_memory_whole=[800.0, 900, 600])
     pd.testing.assert_frame_equal(table, expected)
@@ -393,55 +341,176 @@ def test_one_training_computed_in_several_ways():
     assert speeds["value"].tolist() == [10, 20, 60, 40] and speeds["tokens"].iloc[3] == 400
 
 
-def test_a_training_on_a_cpu_has_no_memory_and_none_has_no_rows():
-    runs = [trained("a", [8, 4], [10, 20], backend="reference"), trained("b", [8, 4], [30, 40])]
-    table = computed(*runs)
-    assert table["way"].tolist() == ["dense", "reference"]
-    assert table[["peak_memory", "peak_memory_whole"]].isna().all(axis=None)
-    assert table["peak_memory"].dtype.kind == "f"
-    half = computed(runs[0], trained("b", [8, 4], [30, 40], [5, 6]))
-    assert half["peak_memory"].tolist() == numbers([6, np.nan])
-    for none in (NOTHING, tables(trained("c", [8, 4], [1, 1], complete=False))):
-        empty = analysis.computed_otherwise(*none)
-        assert empty.empty and empty.columns.equals(table.columns)
-        curves = analysis.computed_curves(*none)
-        assert curves.empty and [*curves] == ["run", "metric", "step", "tokens", "value"]
-
-
-def test_runs_of_several_seeds_have_a_table_each():
-    runs = [trained(f"{way}{seed}", [8, 4], [1, 1]) for way in "ab" for seed in (0, 1)]
-    for (run, _), seed in zip(runs, (0, 1, 0, 1), strict=True):
-        run["seed"] = seed
-    every = analysis.computed_by_seed(*tables(*runs))
-    assert [table["run"].tolist() for table in every] == [["a0", "b0"], ["a1", "b1"]]
-    (none,) = analysis.computed_by_seed(*NOTHING)
-    assert none.empty and none.columns.equals(every[0].columns)
-
-
 def test_only_rows_of_the_same_steps_are_compared():
     """A row is the mean over the steps since the last one, so the same step may be of others."""
     fine = trained("fine", [8, 7, 6, 5], [1, 1, 2, 4])
     table = computed(fine, trained("sparse", [7.5, 5.25], [2, 8], backend="triton", every=2))
-    assert table[["apart", "apart_mean"]].iloc[1].isna().all()
+    assert np.isnan(table["apart"].iloc[1])
     config, log = trained("sparse", [8.5, 7, 5.5, 5.25], [1, 1, 1, 1], backend="triton")
     table = computed(fine, (config, log[log["step"] != 2]))  # row 3 is now of steps 2 and 3
-    assert table["apart"].tolist() == [0, 0.5] and table["apart_mean"].tolist() == [0, 0.375]
+    assert table["apart"].tolist() == [0, 0.5]
 
 
-def test_what_sets_computed_runs_apart_is_said_or_refused():
-    shared = {"micro_batch": 8, "compile": True, "log_every": 1}
-    first = trained("a", [8, 4], [1, 1], **shared)
-    for change, ways in (
-        (
-            {"micro_batch": None, "log_every": 2},
-            ["dense, micro_batch 8", "dense, micro_batch none"],
-        ),
-        ({"compile": False}, ["dense, compile 1", "dense, compile 0"]),
-    ):
-        second = trained("b", [8, 4], [1, 1], **(shared | change))
-        assert computed(first, second)["way"].tolist() == ways
-    others = {"seed": 1, "l1_coefficient": 2e-3, "batch_tokens": 200, "device": "another GPU"}
-    for field, value in others.items():
-        second = trained("b", [8, 4], [1, 1], **{field: value})
-        with pytest.raises(ValueError, match=rf"these differ in {field}: .*{value} \(b\)"):
-            computed(trained("a", [8, 4], [1, 1]), second)
+def layered(name, *means, most=20.0, **config):
+    """A run whose layers have these means, and a busiest token of `most` times each."""
+    columns = {"active_mean": 1.0, "active_p99": 2.0, "active_max": most, "dead_fraction": 0.0}
+    rows = [
+        (10, 1000, "valid", layer, metric, factor * mean)
+        for layer, mean in enumerate(means)
+        for metric, factor in columns.items()
+    ]
+    log = pd.DataFrame(rows, columns=results.LOG_COLUMNS).astype({"layer": "Int64"})
+    shape = {"num_layers": len(means), "activation": "relu", "seed": 0}
+    run = make_run(name, 6e-4, 4, 5, (1, 1), **shape | config)[0]
+    return run, log.assign(run=name)
+
+
+def test_what_all_models_share_is_no_accident():
+    trace, _ = make_trace(0)
+    kept = analysis.kept_activity(trace)
+    layers = kept[kept["metric"] == "mean"]
+    assert layers["value"].to_numpy() == pytest.approx(analysis.per_layer(trace)["mean"], abs=1e-6)
+    first = kept.set_index("metric").loc["first", "value"]
+    assert first == pytest.approx(analysis.by_position(trace)["mean_active"][0], abs=1e-6)
+    kept = pd.concat([kept.assign(run="m-seed-0"), kept.assign(run="m-seed-1")])
+    runs = [layered(f"m-seed-{seed}", 1, 2, 9, 4, seed=seed) for seed in range(3)]
+    runs += [layered("low", 5, 9, 3, 4, most=9.0), layered("two", 1, 2)]
+    runs += [layered("student", 1, 2, 9, 4, teacher="silu")]
+    runs += [layered("silu", 1, 2, 9, 4, activation="silu")]
+    table = analysis.findings(*tables(*runs), kept, peak_depth=0.6)
+    assert table["run"].tolist() == [f"m-seed-{n}" for n in range(3)] + ["low", "two"]
+    assert table["first_two_least"].tolist() == [True] * 3 + [False, None]
+    seeds = analysis.shared(table[table["setting"] == "m"]).set_index("finding")
+    every = analysis.shared(table).set_index("finding")
+    assert seeds.loc["first_two_least"].tolist() == [3, 3, "in all"]
+    assert every.loc["first_two_least"].tolist() == [3, 4, "in some"]
+    assert every.loc["ten_times"].tolist() == [4, 5, "in some"]
+    assert seeds.loc["no_overflow", "models"] == 2  # of those that were traced
+
+
+def test_points_have_intervals_where_there_are_seeds():
+    runs = []
+    for tokens, seeds in ((1000, 3), (2000, 1)):
+        for seed in range(seeds):
+            for level, price, active in ((0.0, 0.0, 20.0), (1e-3, 1.0, 2.0)):
+                name = f"{tokens}-{level}-{seed}"
+                more = {"tokens": tokens, "seed": seed}
+                more["train_price"] = 2 * price + seed / 10
+                runs += [made(name, level, price + seed / 10, active + seed / 10, 5 + seed, **more)]
+    runs += [made("other", 1e-3, 1.0, 2.0, 5, reinit=0.1), made("alone", 1e-2, 1.0, 2.0, 5)]
+    table = analysis.over_tokens(*tables(*runs)).set_index(["l1_coefficient", "tokens"])
+    assert table.index.tolist() == [(level, n) for level in (0.0, 1e-3) for n in (1000, 2000)]
+    assert table["runs"].tolist() == [3, 1, 3, 1]
+    several, single = table.loc[(1e-3, 1000)], table.loc[(1e-3, 2000)]
+    assert several["active"] == pytest.approx(2.1) and single["change"] == pytest.approx(1)
+    assert single["train_change"] == pytest.approx(2)
+    for name in ("active", "dead", "change", "train_change"):
+        assert several[f"{name}_low"] < several[name] < several[f"{name}_high"], name
+        assert np.isnan(single[f"{name}_low"]) and np.isnan(single[f"{name}_high"]), name
+    # The change is of two means of three; of L1 = 0 from itself there is none.
+    each = analysis.sweep(*tables(*(run for run in runs if run[0]["run"].startswith("1000"))))
+    limit = analysis.noise_limit(each, "cross_entropy_change", 3, 3)
+    assert several["change_high"] - several["change"] == pytest.approx(limit)
+    assert np.isnan(table.loc[(0.0, 1000), "change_low"])
+    # A run without rows of training does not count for its text.
+    lost = pd.concat(log for _, log in runs)
+    lost = lost[(lost["run"] != "1000-0.001-0") | (lost["split"] == "valid")]
+    fewer = analysis.over_tokens(pd.DataFrame([run for run, _ in runs]), lost)
+    (fewer,) = fewer.query("tokens == 1000 and l1_coefficient == 0.001").to_dict("records")
+    each["train"] = [
+        (100 + 2 * (l1 > 0) + n / 10) / 1.001 - 100
+        for n, l1 in zip(each["run"].str[-1].astype(int), each["l1_coefficient"], strict=True)
+    ]
+    each.loc[each["run"] == "1000-0.001-0", "train"] = np.nan
+    limit = analysis.noise_limit(each, "train", 2, 3)
+    assert fewer["train_change_high"] - fewer["train_change"] == pytest.approx(limit)
+    assert fewer["train_change"] == pytest.approx(102.15 / 1.001 - 100)
+    nothing = results.load_runs("none", required=False)
+    assert analysis.over_tokens(*nothing).empty
+
+
+def schedules(change, level=1e-3, seeds=1, spread=0.0):
+    """Runs at L1 = 0 and at a level on 25 to 300 M tokens; seeds lie symmetrically.
+
+    change: by tokens the price on held-out text, of which the training text has twice.
+    """
+    runs = []
+    for tokens, price in change.items():
+        for seed in range(seeds):
+            off = spread * (seed - (seeds - 1) / 2)
+            for l1, value in ((0.0, 0.0), (level, price)):
+                name, more = f"{tokens}-{l1}-{seed}", {"tokens": tokens, "seed": seed}
+                more["train_price"] = 2 * (value + off)
+                runs.append(made(name, l1, value + off, 2.0, 5, **more))
+    return runs
+
+
+def test_the_line_over_doublings_has_intervals():
+    """Of one run each they are those of a line, or a parabola, through the differences; seeds whose
+    mean is the same move nothing and narrow them."""
+    tokens = np.array([25e6, 50e6, 1e8, 2e8, 3e8])
+    doublings = np.log2(tokens / 3e8)
+    bent = 4 + 0.5 * doublings - 0.4 * doublings**2 / 2
+    change = bent + np.array([0.1, -0.2, 0, 0.2, -0.1])
+    runs = schedules(dict(zip(tokens.astype(int), change, strict=True)))
+    twice = schedules(dict.fromkeys((10**7, 10**8), 1.0), level=1.0)
+    (row,) = analysis.trend(*tables(*runs, *twice[1::2])).to_dict("records")
+    assert (row["l1_coefficient"], row["budgets"], row["runs"], row["last"]) == (1e-3, 5, 10, 3e8)
+    ends = row["last_change"], row["last_train_change"]
+    assert ends == pytest.approx((change[-1], 2 * change[-1]))
+    fit = scipy.stats.linregress(doublings, change)
+    assert row["slope"] == pytest.approx(fit.slope)
+    assert row["slope_limit"] == pytest.approx(scipy.stats.t.ppf(0.975, 3) * fit.stderr)
+    assert row["bend"] == pytest.approx(2 * np.polyfit(doublings, change, 2)[0])
+    assert row["later_bend"] == pytest.approx(2 * np.polyfit(doublings[1:], change[1:], 2)[0])
+
+    exact = dict(zip(tokens.astype(int), bent, strict=True))
+    near, wide = (
+        analysis.trend(*tables(*schedules(exact, seeds=3, spread=spread))).iloc[0]
+        for spread in (0.01, 0.1)
+    )
+    assert near["runs"] == 30 and near["bend"] == pytest.approx(-0.4)
+    assert wide["bend_limit"] == pytest.approx(10 * near["bend_limit"], rel=1e-3)
+    residual = np.sqrt(20 * 0.1**2 / (30 - 8))  # at most: each of 10 means has two seeds 0.1 off
+    square = doublings**2 / 2
+    square = square - np.polyval(np.polyfit(doublings, square, 1), doublings)
+    error = scipy.stats.t.ppf(0.975, 22) * residual * np.sqrt(2 / 3 / (square**2).sum())
+    assert wide["bend_limit"] == pytest.approx(error, rel=1e-3)
+
+    three = analysis.trend(*tables(*schedules({10**7: 1.0, 10**8: 2.0, 10**9: 2.0}))).iloc[0]
+    assert three["slope_limit"] > 0 and np.isnan(three["later_bend"])
+    assert three["bend"] < 0 and np.isnan(three["bend_limit"])  # a parabola through all
+    assert analysis.trend(*tables(*twice)).empty
+
+
+def racer(name, speeds, losses, **config):
+    """A run with rows of 100 tokens, validated after each; on training text a nat less."""
+    rows = [(100 * n, "train", "tokens_per_second", speed) for n, speed in enumerate(speeds, 1)]
+    rows += [(100 * n, "train", "peak_memory", speed * 1e9) for n, speed in enumerate(speeds, 1)]
+    rows += [(100 * n, "valid", "cross_entropy", loss) for n, loss in enumerate(losses)]
+    rows += [(100 * n, "train", "cross_entropy", loss - 1) for n, loss in enumerate(losses)]
+    log = pd.DataFrame(rows, columns=["tokens", "split", "metric", "value"])
+    log = log.assign(run=name, step=log["tokens"], layer=pd.array([pd.NA] * len(log), "Int64"))
+    return make_run(name, 1e-3, 4, 5, (1, 1), **config)[0], log
+
+
+def test_a_race_ends_at_the_loss_that_both_reach():
+    slow = racer("a", [10, 10], [6, 5, 4], backend="dense")
+    fast = racer("b", [20, 50], [7, 5, 3], backend="auto")
+    ends = analysis.reached(analysis.race(*tables(fast, slow))).set_index("run")
+    assert ends.index.tolist() == ["a", "b"] and set(ends["cross_entropy"]) == {4}
+    assert ends.loc["a", "seconds"] == 20 and ends.loc["b", "seconds"] == pytest.approx(5 + 1)
+    assert ends.loc["b", "tokens"] == pytest.approx(150) and ends.loc["b", "last"] == 3
+    raced = analysis.race(*tables(fast, slow))
+    early = analysis.reached(raced, 3.5).set_index("run")
+    assert np.isnan(early.loc["a", "seconds"]) and early.loc["b", "tokens"] == pytest.approx(175)
+    bent = analysis.race(*tables(racer("a", [10, 10, 10], [9, 5, 3, 2.5], backend="dense")))
+    loss = scipy.interpolate.pchip_interpolate([0, 100, 200, 300], [9, 5, 3, 2.5], 140)
+    assert loss < 4.2  # by a straight line
+    assert analysis.reached(bent, loss)["tokens"].item() == pytest.approx(140)
+    assert analysis.late_gain(raced) == pytest.approx(400)  # 50 tokens/s over 10
+    other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
+    with pytest.raises(ValueError, match="a race is of one model.*num_layers"):
+        analysis.race(*tables(slow, other))
+    nothing = analysis.race(*results.load_runs("none", required=False))
+    assert nothing.empty and analysis.reached(nothing).empty

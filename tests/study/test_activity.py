@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from study import analysis
+from study.analysis.activity import WHERE
 from tests.factories import SEED
 from tests.factories.analysis import make_trace
 from tests.factories.trace import aggregate_of
 from twell.sparse.formats import PackedTwELL
-from twell.trace import Trace
 
 
 @pytest.fixture(params=[60, 1, 33], ids=lambda tokens: f"{tokens} tokens")
@@ -34,14 +34,6 @@ def test_layers_positions_and_neurons(traced):
     groups = pd.DataFrame({"position": trace.position, "active": counts.mean(0)})
     groups = groups.groupby("position")["active"].agg(mean_active="mean", n="size")
     same(analysis.by_position(trace), groups.reset_index())
-    values = np.full(mask.shape, np.nan)
-    values[mask] = trace.values  # stored zeros are active
-    entries = pd.DataFrame(values.transpose(0, 2, 1).reshape(900, -1))
-    layer, neuron = np.indices((3, 300)).reshape(2, -1)
-    expected = pd.DataFrame({"layer": layer, "neuron": neuron, "rate": mask.mean(1).reshape(-1)})
-    expected = expected.assign(mean_value=entries.mean(axis=1))
-    expected["max_abs"] = entries.abs().max(axis=1).fillna(0)
-    same(analysis.by_neuron(trace), expected, atol=1e-7)
 
 
 def test_tokens(traced):
@@ -73,19 +65,15 @@ def test_blocks_and_tiles(traced):
         whole = trace.num_tokens // row.block * row.block
         blocks = mask[row.layer, :whole].reshape(-1, row.block, 300)
         unions = blocks.any(1).sum(1)
-        expected = unions.mean(), unions.max(), blocks.sum() / whole
-        assert (row.mean, row.max, row.mean_active) == pytest.approx(expected, rel=1e-12)
+        assert (row.mean, row.max) == pytest.approx((unions.mean(), unions.max()), rel=1e-12)
     table = analysis.tile_overflow(trace, tile_n=64, compressions=(2, 8))
-    assert table["compression"].tolist() == [2, 8] * 3 and table["capacity"].tolist() == [31, 7] * 3
+    assert table["compression"].tolist() == [2, 8] * 3
     tiles = np.pad(mask, ((0, 0), (0, 0), (0, 20))).reshape(3, -1, 5, 64).sum(-1)
     for row in table.itertuples():
-        over = tiles[row.layer] > row.capacity
-        rates = row.overflow_rows, row.overflow_tiles
-        assert rates == pytest.approx((over.any(1).mean(), over.mean()), abs=1e-12)
+        over = tiles[row.layer] > 64 // row.compression - 1
+        assert row.overflow_rows == pytest.approx(over.any(1).mean(), abs=1e-12)
     packed = PackedTwELL.pack(torch.from_numpy(mask[1]).bfloat16(), 64, 8)
     assert table["overflow_rows"][3] == pytest.approx(float(packed.overflow.double().mean()))
-    with pytest.raises(ValueError, match="compression 7 does not divide tile_n 64"):
-        analysis.tile_overflow(trace, tile_n=64, compressions=(7,))
 
 
 @pytest.mark.parametrize("tokens", [33, 1100])  # 1100: more than four of the largest blocks
@@ -98,52 +86,6 @@ def test_an_aggregate_has_the_tables_of_its_trace(tokens):
     tables += [lambda record: analysis.tile_overflow(record, compressions=(8, 2))]
     for table in tables:
         pd.testing.assert_frame_equal(table(counted), table(trace), check_exact=True)
-    ours, direct = analysis.by_neuron(counted), analysis.by_neuron(trace)
-    pd.testing.assert_frame_equal(ours, direct, rtol=1e-6, atol=1e-7)
-
-
-def test_the_strongest_neurons():
-    trace, _ = make_trace(SEED, num_tokens=60)
-    counted = aggregate_of(trace)
-    total = np.stack([abs(trace.layer(n)).sum(axis=0) for n in range(trace.num_layers)])
-    expected = sorted(np.ndindex(total.shape), key=lambda place: -total[place])[:9]
-    np.testing.assert_allclose(
-        [total[place] for place in analysis.strongest(counted, 9)],
-        [total[place] for place in expected],
-        rtol=1e-6,
-    )
-    counted.abs_sum[:] = 1
-    assert analysis.strongest(counted, 2) == [(0, 0), (0, 1)]
-
-
-def test_an_aggregate_says_what_it_did_not_count():
-    counted = aggregate_of(make_trace(SEED)[0])
-    for table, options, number in (
-        (analysis.union_sizes, {"blocks": (16, 48)}, "block 48"),
-        (analysis.tile_overflow, {"tile_n": 64}, "tile_n 64"),
-        (analysis.tile_overflow, {"compressions": (32,)}, "compression 32"),
-    ):
-        with pytest.raises(ValueError, match=f"{number} was not counted; the aggregate has"):
-            table(counted, **options)
-
-
-def test_some_tokens():
-    trace, mask = make_trace(SEED)
-    table = analysis.passage(trace, sequence=1, num_tokens=5)
-    assert table["token"].tolist() == trace.strings[16:21] and table["position"][4] == 4
-    np.testing.assert_allclose(table["active"], mask[:, 16:21].sum(2).mean(0))
-    np.testing.assert_array_equal(table["logprob"], trace.logprob[16:21])
-    with pytest.raises(ValueError, match="no sequence 9 in the trace; it has 0 to 3"):
-        analysis.passage(trace, 9, 5)
-    table = analysis.firing(trace, 0, 1, 2)
-    assert table[["place", "neuron"]].to_numpy().tolist() == np.argwhere(mask[0, 1:3]).tolist()
-    assert table["token"].tolist() == [trace.strings[1 + place] for place in table["place"]]
-    for start in (trace.num_tokens - 1, -1):
-        with pytest.raises(IndexError, match="the trace has 0 to 59"):
-            analysis.firing(trace, 0, start, 2)
-
-
-# --- single neurons -------------------------------------------------------------------------------
 
 
 def phis(first, second):
@@ -186,48 +128,40 @@ def test_specific(to, tokens):
         analysis.specific(trace, "layer")
 
 
-@pytest.mark.parametrize("other", [None, 2])
-def test_together(other):
+def test_together():
     trace, mask = make_trace(SEED, intermediate_size=50)
-    table = analysis.together(trace, 1, other, min_fires=2, top=10**6)
-    inside = trace.position > 0
-    first, second = mask[1][inside], mask[other or 1][inside]
-    both = first.T.astype(int) @ second
-    allowed = (first.sum(0) >= 2)[:, None] & (second.sum(0) >= 2) & (both > 0)
-    if other is None:
-        allowed &= np.triu(np.ones_like(allowed), 1)
+    table = analysis.together(trace, 1, min_fires=2, top=10**6)
+    fires = mask[1][trace.position > 0]
+    both = fires.T.astype(int) @ fires
+    enough = fires.sum(0) >= 2
+    allowed = np.triu(enough[:, None] & enough & (both > 0), 1)
     pairs = table[["neuron", "other"]].to_numpy()
     assert sorted(pairs.tolist()) == np.argwhere(allowed).tolist()
-    assert set(table["layer"]) == {1} and set(table["other_layer"]) == {other or 1}
     a, b = pairs.T
-    n, m, ab = first.sum(0)[a], second.sum(0)[b], both[a, b]
-    columns = {"fires": n, "other_fires": m, "both": ab, "expected": n * m / inside.sum()}
-    columns |= {"jaccard": ab / (n + m - ab), "phi": phis(first, second)[a, b]}
-    for column, values in columns.items():
+    n, m = fires.sum(0)[a], fires.sum(0)[b]
+    columns = {"fires": n, "other_fires": m, "both": both[a, b], "expected": n * m / len(fires)}
+    for column, values in (columns | {"phi": phis(fires, fires)[a, b]}).items():
         np.testing.assert_allclose(table[column], values, atol=1e-9)
     assert table["phi"].dropna().is_monotonic_decreasing
-    few = analysis.together(trace, 1, other, min_fires=2, top=5)
+    few = analysis.together(trace, 1, min_fires=2, top=5)
     pd.testing.assert_frame_equal(few, table.head(5))
-    with pytest.raises(IndexError, match="layer 3 does not exist"):
-        analysis.together(trace, 3)
 
 
 def test_surprise(traced):
     trace, mask = traced
-    table = analysis.surprise(trace, layers=[0, 2])
-    np.testing.assert_allclose(table["active"], mask[[0, 2]].sum(2).mean(0))
+    table = analysis.surprise(trace)
+    np.testing.assert_allclose(table["active"], mask.sum(2).mean(0))
     np.testing.assert_array_equal(table["surprise"], -trace.logprob)  # NaN at first tokens
     following = np.append(-trace.logprob[1:], np.nan)
     np.testing.assert_array_equal(table["next_surprise"], following)
     bins = analysis.by_surprise(table, bins=4)
     inside = table[table["position"] > 0]
     assert bins["n"].sum() == len(inside) and (trace.num_tokens == 1) == bins.empty
-    for row in bins.itertuples():
-        part = inside[inside["surprise"].between(row.low, row.high)]
-        expected = len(part), part["surprise"].mean(), part["active"].mean()
-        assert (row.n, row.surprise, row.active) == pytest.approx(expected)
-        quartiles = part["active"].quantile([0.25, 0.75]).tolist()
-        assert [row.q25, row.q75] == pytest.approx(quartiles)
+    if len(bins):
+        lowest = inside[inside["surprise"] <= inside["surprise"].quantile(0.25)]
+        means = len(lowest), lowest["surprise"].mean(), lowest["active"].mean()
+        assert bins.loc[0, ["n", "surprise", "active"]].tolist() == pytest.approx(means)
+        assert bins.loc[0, "q25"] == pytest.approx(lowest["active"].quantile(0.25))
 
 
 def test_surprise_correlation_has_the_interval_of_blocks():
@@ -254,26 +188,30 @@ def test_surprise_correlation_has_the_interval_of_blocks():
         assert few[["low", "high"]].isna().all(axis=None) and len(few) == 8
 
 
-def test_repeated_tokens_are_no_more_witnesses():
-    """Blocks that say the same thing many times leave the interval as wide as one of each does."""
-    trace, _ = make_trace(SEED, num_tokens=16 * 60)
-    again = np.repeat(np.arange(trace.num_tokens), 4)
-    counts = np.diff(trace.indptr).reshape(3, -1)[:, again].reshape(-1)
-    place = 1 + np.arange(len(again)) % 64
-    copied = Trace(
-        token_ids=trace.token_ids[again],
-        strings=[trace.strings[n] for n in again],
-        logprob=trace.logprob[again],
-        sequence=trace.sequence[again],
-        position=np.where(trace.position[again] == 0, 0, place),
-        indptr=np.concatenate([[0], counts.cumsum()]),
-        indices=np.zeros(counts.sum(), np.uint16),
-        values=np.ones(counts.sum(), np.float32),
-        intermediate_size=300,
-    )
-    one, four = (
-        analysis.surprise_correlation(record, block=128).query("of == 'surprise'")
-        for record in (trace, copied)
-    )
-    ratio = (four["high"] - four["low"]) / (one["high"] - one["low"])
-    np.testing.assert_allclose(ratio, 1, rtol=1e-6)  # of independent tokens it would be half
+def test_the_rise_of_the_loss_around_a_word():
+    before = make_trace(SEED, num_tokens=320, context=16)[0]
+    random = np.random.default_rng(SEED)
+    logprob = before.logprob + random.normal(0.1, 1, 320).astype(np.float32)
+    word = before.strings[17]
+    groups = {where: [] for where in WHERE}
+    sequences = [range(start, start + 16) for start in range(0, 320, 16)]
+    for tokens in sequences:
+        has = any(before.strings[token] == word for token in tokens)
+        for token in tokens[1:]:
+            follows = before.strings[token - 1] == word
+            where = 0 if follows else 1 if has else 2
+            groups[WHERE[where]].append(before.logprob[token] - logprob[token])
+    table = analysis.around_word(before, logprob, word).set_index("where")
+    for where, rises in groups.items():
+        row = table.loc[where]
+        assert row["tokens"] == len(rises)
+        assert row["rise"] == pytest.approx(np.mean(rises), abs=1e-6)
+        if not np.isnan(row["low"]):
+            spread = 1.96 * np.std(rises) / np.sqrt(len(rises))
+            assert row["high"] - row["low"] == pytest.approx(2 * spread, rel=0.5)
+            assert row["low"] < row["rise"] < row["high"]
+    assert table["low"].notna().sum() >= 2
+    few = analysis.around_word(before.part(0, 64), logprob[:64], word)
+    assert few["low"].isna().all()  # four sequences
+    with pytest.raises(ValueError, match="the token 'nothing' does not occur in the text"):
+        analysis.around_word(before, logprob, "nothing")

@@ -5,14 +5,22 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
 from study import plots
 from tests.factories import SEED
-from tests.factories.plots import layers
 from twell import results
+
+
+def layers(means):
+    """A small figure."""
+    table = pd.DataFrame({"layer": range(len(means)), "mean": means})
+    table = table.assign(p99=2 * table["mean"], max=9 * table["mean"])
+    return plots.fig06_layers(table, "A model")
+
 
 SAVE = """
 import sys
@@ -37,7 +45,7 @@ def test_another_process_writes_the_same_bytes(tmp_path, monkeypatch):
 
 
 def test_few_colours_look_like_all(tmp_path):
-    figure = plots.fig06_layers(*layers([1.0, 2.0, 30.0]))
+    figure = layers([1.0, 2.0, 30.0])
     path = plots.save(figure, tmp_path / "fig")
     whole = io.BytesIO()
     figure.savefig(whole, format="png", dpi=200)
@@ -61,7 +69,7 @@ def test_few_colours_look_like_all(tmp_path):
 
 
 def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path):
-    path = plots.save(plots.fig06_layers(*layers([1.0, 2.0])), tmp_path / "new" / "fig.v2")
+    path = plots.save(layers([1.0, 2.0]), tmp_path / "new" / "fig.v2")
     assert sorted(file.name for file in path.parent.iterdir()) == ["fig.v2.pdf", "fig.v2.png"]
     before = path.read_bytes()
 
@@ -73,7 +81,7 @@ def test_a_figure_is_replaced_whole_or_not_at_all(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         plots.save(Broken(), path.with_suffix(""))
     assert path.read_bytes() == before
-    assert plots.save(plots.fig06_layers(*layers([7.0])), path.with_suffix("")) == path
+    assert plots.save(layers([7.0]), path.with_suffix("")) == path
     assert path.read_bytes() != before and len(list(path.parent.iterdir())) == 2
 
 

@@ -1,0 +1,105 @@
+"""The paper number by number: every claim has a number of ours, computed from data, and a verdict."""
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from study import analysis, pages, paper
+from tests.pages import script
+from twell import results
+
+ROOT = results.root()
+
+
+@pytest.fixture(scope="module")
+def data():
+    return paper.Recorded(ROOT)
+
+
+@pytest.fixture(scope="module")
+def table(data):
+    return paper.table(data)
+
+
+def test_every_claim_has_a_number_and_a_verdict(table):
+    assert table["name"].is_unique and set(table["verdict"]) <= set(paper.VERDICTS)
+    assert (table["ours"] != "").all() and (table["subject"].nunique() == len(paper.SUBJECTS))
+    ours = table["verdict"].isin(["ours"])
+    assert (table.loc[ours, "paper"] == "–").all()
+
+
+def test_the_documents_have_the_numbers_of_the_table(data, table):
+    claims = script("claims")
+    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
+    assert claims.claims_page(table, data.subjects) in page, "run python scripts/claims.py"
+    assert claims.summary(table, data.readme) in (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, tables in pages.tables(ROOT).items():
+        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+        assert all(one in text for one in tables.values()), f"{name}: run python scripts/claims.py"
+
+
+def test_the_main_number_computed_otherwise(data, table):
+    """Inactive neurons at the recommended level, and the price, from the logs alone."""
+    losses = {}
+    for level in ("0", "6e-4"):
+        runs, log = data.runs(f"85m-50m-l1-{level}-seed-*")
+        last = log[(log["split"] == "valid") & (log["tokens"] == log["tokens"].max())]
+        losses[level] = last.loc[last["metric"] == "cross_entropy", "value"]
+        active = last.loc[last["metric"] == "active_mean", "value"].mean() / 2112
+    ours = table.set_index("name")["ours"]
+    assert ours["inactive"] == f"{100 * (1 - active):.2f}%"
+    price = 100 * (losses["6e-4"].mean() / losses["0"].mean() - 1)
+    assert ours["price"] == f"{price:+.1f}%".replace("-", "−")
+
+
+def test_a_speed_computed_otherwise(table):
+    rows = pd.read_csv(ROOT / "data" / "bench" / "model.csv")
+    rows = rows.query("profile == 'paper' and model == '2b' and batch == 64 and context == 2048")
+    rows = rows[rows["active"].between(20, 30) & rows["device"].str.contains("H200")]
+    calls = rows.pivot_table("p50", "date", "provider")
+    calls = calls.dropna(subset=["auto torch.compile", "dense torch.compile"])
+    gain = 100 * (calls["dense torch.compile"] / calls["auto torch.compile"] - 1).iloc[-1]
+    assert table.set_index("name").loc["forward_2b", "ours"] == f"{gain:+.0f}% tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "below", "above"),
+    [
+        (1.0, 0.5, "reproduced", "contradicted"),
+        (1.9, 0.5, "not testable", "not testable"),
+        (2.1, 0.5, "not testable", "not testable"),
+        (3.0, 0.5, "contradicted", "reproduced"),
+    ],
+)
+def test_a_bound_holds_if_the_whole_interval_is_within_it(value, limit, below, above):
+    assert paper.at_most(2, value, limit) == below
+    assert paper.more_than(2, value, limit) == above
+
+
+def test_verdicts_and_rows():
+    assert paper.judge(False, in_part=True) == "in part"
+    assert paper.judge(False, True, True) == "not testable" and paper.judge(True) == "reproduced"
+    assert paper.row("a", "1%", "ours", "0.5")["interval"] == "± 0.5"
+    assert paper.row("a", "1%", "ours", "0.1 to 0.2")["interval"] == "0.1 to 0.2"
+    assert paper.ends([3.0, 1.0], ".0f") == "1 to 3" and paper.ends([1.01, 1.02], ".0f") == "1"
+
+
+def test_intervals_are_those_of_seeds(data):
+    """Student's t on the deviation between seeds, pooled over all settings with several."""
+    groups = data.choices.groupby(["choice", "l1_coefficient"])["cross_entropy_change"]
+    spread = groups.agg(["var", "count"]).query("count > 1")
+    freedom = (spread["count"] - 1).sum()
+    deviation = np.sqrt((spread["var"] * (spread["count"] - 1)).sum() / freedom)
+    limit = scipy.stats.t.ppf(0.975, freedom) * deviation * np.sqrt(2 / 3)
+    ours = analysis.noise_limit(data.choices, "cross_entropy_change", 3, 3)
+    assert ours == pytest.approx(limit)
+
+
+def test_numbers_and_claims_belong_together(data, monkeypatch):
+    monkeypatch.setitem(paper.SUBJECTS, "fp8", lambda data: iter(()))
+    monkeypatch.setattr(data, "subjects", {"fp8": data.subjects["fp8"]})
+    with pytest.raises(ValueError, match="fp8_large"):
+        paper.table(data)
+    with pytest.raises(KeyError, match="no subject 'nothing'"):
+        paper.section(pd.DataFrame({"subject": []}), "nothing")
