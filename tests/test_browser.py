@@ -68,10 +68,13 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
         click(page, ".tw-t", token)
         assert values(page, ".tw-count b") == mask[:, token].sum(-1).tolist()
         layer = int(random.integers(3))
-        if page.get_attribute(f"[data-focus='0-layer-{layer}']", "aria-expanded") == "false":
+        if (
+            page.get_attribute(f".tw-layer-name[aria-label='layer {layer}']", "aria-expanded")
+            == "false"
+        ):
             click(page, ".tw-layer-name", layer)
-        if page.locator(".tw-under .tw-link").count():
-            click(page, ".tw-under .tw-link")
+        if page.locator(".tw-table .tw-link").count():
+            click(page, ".tw-table .tw-link")
         h = passage.layer(layer)[[token]]
         order = np.lexsort((h.indices, -np.abs(h.data)))
         neuron = int(h.indices[order[0]])
@@ -110,7 +113,6 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
         np.testing.assert_allclose(values(page, ".tw-place b"), top["value"], rtol=6e-3, atol=1e-12)
         assert texts(page, ".tw-place mark") == top["token"].tolist()
         click(page, ".tw-tabs button", 0)
-    keep(page, "page")
 
 
 def test_hard_texts_are_shown_as_text(open_page, hard_trace):
@@ -131,7 +133,6 @@ def test_hard_texts_are_shown_as_text(open_page, hard_trace):
         click(page, ".tw-t", token)
         if HARD[token] == "<0x91>":
             assert texts(page, ".tw-fact .tw-pill") == ["\U0001f469"]
-    keep(page, "hard")
     none = np.zeros(0, np.int32)
     nothing = Trace(none, [], none, none, none, np.zeros(1, np.int64), none, none, 9)
     page = open_page([Side("nothing", nothing)], wait=".tw-empty")
@@ -143,24 +144,33 @@ def test_two_models_beside_each_other(open_page):
     second, other = make_trace(SEED + 1, num_tokens=30, num_layers=2, intermediate_size=500)
     for name in ("token_ids", "strings", "sequence", "position"):
         setattr(second, name, getattr(first, name))
-    sides = [Side("dense", first), Side("sparse", second)]
-    page = open_page(sides)
+    page = open_page([Side("dense", first), Side("sparse", second)])
     click(page, ".tw-t", 30 + 4)  # of the second side
     assert page.locator(".tw-t.tw-pinned").count() == 2
     assert texts(page, ".tw-of") == ["dense", "sparse"]
     assert values(page, ".tw-count b") == [*mask[:, 4].sum(-1), *other[:, 4].sum(-1)]
-    page.locator("label", has_text="difference").locator("input").check()
+    page.get_by_label("difference").check()
     settle(page)
     change = other.sum(-1).mean(0) - mask.sum(-1).mean(0)
     later = first.position > 0
     expected = {t: np.sign(change[t]) for t in range(30) if later[t] and change[t]}
     assert coloured(page, 1) == expected
-    for theme, width in (("light", 1400), ("dark", 700)):
-        page = open_page(sides, {"token": 4, "layer": 1}, width, theme)
+
+
+@pytest.mark.parametrize("width", [1400, 700, 390])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_nothing_sticks_out(open_page, width, theme):
+    passage = make_trace(SEED, num_tokens=60)[0]
+    one = Side("one", passage, aggregate_of(passage))
+    view = {"token": 5, "layer": 1, "neuron": int(passage.layer(1).indices[0])}
+    nothing = Side("nothing", passage.part(0, 0), one.aggregate)
+    for name, sides in (("page", [one]), ("two", [one, one]), ("atlas", [nothing])):
+        page = open_page(sides, view, width, theme)
+        page.locator("summary").click()
+        page.locator("button.tw-hit").first.wait_for()
         assert ("tw-dark" in page.get_attribute(".twell", "class")) == (theme == "dark")
-        keep(page, f"compare-{width}-{theme}")
-        # Nothing sticks out.
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        keep(page, f"{name}-{width}-{theme}")
 
 
 def test_words_and_choices(open_page, tiny_run):
@@ -169,18 +179,18 @@ def test_words_and_choices(open_page, tiny_run):
     passage = trace.trace_text(model, tokenizer, "ba de fun " * 20)
     shown = [Side("tiny", passage, counted, model, tokenizer)]
     view = {"layer": 1, "neuron": int(passage.layer(1).indices[0]), "colour": "neuron"}
-    page = open_page(shown, view, wait=".tw-word")
+    page = open_page(shown, view, wait=".tw-both-words")
     change = model.get_output_embeddings().weight * model.model.norm.weight
     change = (change @ model.ffns[1].down_proj.weight[:, view["neuron"]]).detach().numpy()
     change -= change.mean()
     order = np.argsort(-change)
     ids = [*order[:10], *order[::-1][:10]]
     words = trace.token_strings(tokenizer, ids)
-    pairs = zip(texts(page, ".tw-word .tw-pill"), words, strict=True)
+    pairs = zip(texts(page, ".tw-both-words .tw-pill"), words, strict=True)
     assert all(pill == word for pill, word in pairs if word.isalpha())
     # A gated neuron's h has both signs: the words of the second list rise when it is negative.
     logits = change[ids] * np.repeat([1, -1], 10)
-    np.testing.assert_allclose(values(page, ".tw-word small"), logits, rtol=6e-3, atol=1e-6)
+    np.testing.assert_allclose(values(page, ".tw-both-words small"), logits, rtol=6e-3, atol=1e-6)
     titles = texts(page, ".tw-both-words h5")
     assert [title.split(" (")[0] for title in titles] == ["when positive", "when negative"]
     shares = [float(re.search(r"\(([\d.]+)%\)", title)[1]) for title in titles]
@@ -250,11 +260,10 @@ def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
     assert usual["tokens"] < 75 and usual["neurons"] < 75
     # Nothing is left out.
     assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]
-    keep(page, "large")
     page = open_page(text)
     click(page, ".tw-t", 1500)
     click(page, ".tw-layer-name", 5)
-    click(page, ".tw-under .tw-link")
+    click(page, ".tw-table .tw-link")
     assert set(neurons(page)) == set(passage.layer(5)[[1500]].indices.tolist())
 
 
@@ -306,14 +315,13 @@ def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
     page.locator(".tw-t").nth(token).click()
     page.locator(".tw-layer-name").nth(layer).click()
     page.locator("button.tw-entry").first.click()
-    page.locator(".tw-word").first.wait_for()  # the kernel answered
+    page.locator(".tw-both-words").wait_for()  # the kernel answered
     h = traced.layer(layer)[[token]]
     neuron = h.indices[np.abs(h.data).argmax()]
     assert neurons(page)[0] == neuron
     # JupyterLab leaves the keys to the widget.
     page.locator(".tw-text").press("ArrowLeft")
     page.locator(".tw-text").press("ArrowRight")
-    keep(page, "lab")
     run(1)
     assert output("state") == f"state {token} {layer} {neuron} neuron ['{typed}']"
     # Typed text is run, the cursor stays; what Python sets is shown.

@@ -2,7 +2,6 @@
 
 import base64
 import re
-import sys
 
 import numpy as np
 import pandas as pd
@@ -14,7 +13,7 @@ from matplotlib.figure import Figure
 import twell
 from study import analysis
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, float32, make_trace, unpack, unpacked
+from tests.factories.inspector import aggregate_of, float32, floats, make_trace, unpack, unpacked
 from twell import inspector, trace
 from twell.inspector import VIEW, Side, pages
 
@@ -51,7 +50,7 @@ def test_a_passage_is_packed_as_it_is(neurons):
         assert np.array_equal(names, h.indices) and packed["counts"][row] == len(h.indices)
         np.testing.assert_allclose(values, h.data, rtol=2.0**-16, atol=0)
         assert packed["tile_max"][row] == np.bincount(h.indices // 256, minlength=1).max()
-        total = float32(packed["total"][[row]])
+        total = floats(packed, "total")[row]
         np.testing.assert_allclose(total, np.abs(h.data).sum(), rtol=2**-8)
     assert [about["strings"][n] for n in packed["token"]] == passage.strings
     assert [about["ids"][n] for n in packed["token"]] == passage.token_ids.tolist()
@@ -89,7 +88,7 @@ def test_sides_are_packed_together():
     shown = [Side("a", first), Side("b", second, aggregate_of(second))]
     header, [_, (about, packed)] = unpacked(inspector.pack(shown))
     assert not header["aligned"] and about["name"] == "b" and about["aggregate"] == 30
-    rate = float32(packed["rate"]).reshape(3, 300)
+    rate = floats(packed, "rate").reshape(3, 300)
     np.testing.assert_allclose(rate, second.neurons()[0] / 30, rtol=2**-8)
     second.token_ids = first.token_ids
     assert unpacked(inspector.pack(shown))[0]["aligned"]
@@ -100,26 +99,23 @@ def test_sides_are_packed_together():
 
 def test_what_does_not_fit_together_is_refused(pair):
     passage, _ = make_trace(SEED)
-    passage.meta["run"] = "run"
     other = aggregate_of(make_trace(SEED, num_layers=2)[0])
-    layers = "the aggregate has 2 layers of 300 neurons, the trace 3 of 300"
     for arguments, options, words in [
-        ((passage,), {"aggregate": other}, f"run: {layers}"),
-        ((passage,), {"model": pair}, "the model has 2 layers of 96 neurons, the trace 3 of 300"),
+        ((passage,), {"aggregate": other}, "2 layers of 300 neurons, the trace 3 of 300"),
+        ((passage,), {"model": pair}, "2 layers of 96 neurons, the trace 3 of 300"),
         ((passage, "a text"), {}, "a trace has its own text"),
         ((passage,), {"start": 60}, "start is 60; the trace has tokens 0 to 59"),
-        ((pair, "ba"), {"start": 3}, "start and model belong to a trace"),
-        ((pair, ("a", "b", "c")), {}, "two sides can be compared"),
-        ((pair, ("a", "b")), {"compare": pair}, "two sides can be compared"),
-        ((pair, "a"), {"compare_aggregate": other}, "compare_aggregate belongs to compare="),
-        (((pair[0], None), "a"), {}, "without a tokenizer"),
-        (("nowhere", ""), {}, "the text is empty; give at least one character, or no text"),
+        ((pair, "ba"), {"start": 3}, "start and model"),
+        ((pair, ("a", "b", "c")), {}, "two texts, or one and compare="),
+        ((pair, ("a", "b")), {"compare": pair}, "two texts, or one and compare="),
+        ((pair, "a"), {"compare_aggregate": other}, "compare_aggregate"),
+        (((pair[0], None), "a"), {}, "tokenizer"),
         ((passage, ("a", "")), {}, "the text is empty"),
-        ((passage, (None, "a")), {}, "two texts need a model to run them"),
+        ((passage, (None, "a")), {}, "two texts need a model"),
     ]:
         with pytest.raises(ValueError, match=words):
             twell.inspect(*arguments, **options)
-    with pytest.raises(TypeError, match="inspect has no argument 'color'; a view has side, token"):
+    with pytest.raises(TypeError, match="'color'"):
         twell.inspect(passage, color="count")
     with pytest.raises(FileNotFoundError):
         twell.inspect("nothing.npz")
@@ -149,12 +145,12 @@ def test_typed_text_is_run(model, pair):
     widget.texts = [""]
     assert widget.trace.num_tokens == 0 and widget.to_frame().empty and widget.error == ""
     assert list(widget.to_frame().columns[:3]) == ["model", "token", "text"]
-    with pytest.raises(traitlets.TraitError, match="token 0 does not exist: the passage is empty"):
+    with pytest.raises(traitlets.TraitError, match="token 0"):
         widget.token = 0
-    with pytest.raises(ValueError, match="the text is empty: there is no token to draw"):
+    with pytest.raises(ValueError, match="the text is empty"):
         widget.figure()
     widget.texts = []
-    assert widget.error == "texts is empty; give one text, or one for each side" and not widget.busy
+    assert "texts is empty" in widget.error and not widget.busy
     widget.texts = ["ba " * 5000]
     assert widget.trace.num_tokens == inspector.MAX_TOKENS < widget.sides[0].of[1]
     assert widget.error == ""
@@ -194,10 +190,10 @@ def test_two_models_and_two_texts(model, pair):
 # --- the selection
 
 
-@pytest.mark.parametrize("token", [None, 3])
-@pytest.mark.parametrize("layer", [None, 2])
-@pytest.mark.parametrize("neuron", [None, 5])
-@pytest.mark.parametrize("layers", [None, [1, 2]])
+@pytest.mark.parametrize(
+    ("token", "layer", "neuron", "layers"),
+    [(None, None, None, None), (3, None, None, [1, 2]), (None, 2, 5, None), (3, 2, 5, [1, 2])],
+)
 def test_to_frame_has_the_entries_that_match(token, layer, neuron, layers):
     passage, mask = make_trace(SEED, num_tokens=30)
     selected = {"token": token, "layer": layer, "neuron": neuron, "layers": layers}
@@ -222,32 +218,26 @@ def test_to_frame_has_the_entries_that_match(token, layer, neuron, layers):
         assert row.rate == pytest.approx(mask[row.layer, :, row.neuron].mean())
 
 
-def test_traits_refuse_what_does_not_exist():
-    widget = twell.inspect(make_trace(SEED)[0], token=5)
-    for name, value, words in [
-        ("token", 60, "token 60 does not exist: the passage has tokens 0 to 59"),
-        ("token", -1, "token -1 does not exist"),
-        ("layer", 3, "layer 3 does not exist: the model has layers 0 to 2"),
-        ("neuron", 300, "neuron 300 does not exist: a layer has neurons 0 to 299"),
-        ("side", 1, "side 1 does not exist: the view has sides 0 to 0"),
-        ("layers", [2, 1], r"layers is \[2, 1\]; use \[first, last\] of layers 0 to 2"),
-        ("layers", [0, 3], r"use \[first, last\] of layers 0 to 2"),
-        ("limit", 0.0, "limit is 0.0; it has to be above 0"),
-        ("colour", "red", "count.*neuron.*surprise"),
+@pytest.mark.parametrize(
+    ("name", "value", "right"),
+    [
+        ("token", 60, "0 to 59"),
+        ("token", -1, "0 to 59"),
+        ("layer", 3, "0 to 2"),
+        ("neuron", 300, "0 to 299"),
+        ("side", 1, "0 to 0"),
+        ("layers", [2, 1], "0 to 2"),
+        ("layers", [0, 3], "0 to 2"),
+        ("limit", 0.0, "above 0"),
+        ("colour", "red", "surprise"),
         ("compression", 3, "compression"),
-    ]:
-        with pytest.raises(traitlets.TraitError, match=words):
-            setattr(widget, name, value)
+    ],
+)
+def test_traits_refuse_what_does_not_exist(name, value, right):
+    widget = twell.inspect(make_trace(SEED)[0], token=5)
+    with pytest.raises(traitlets.TraitError, match=right):
+        setattr(widget, name, value)
     assert widget.view == VIEW | {"token": 5}
-    with pytest.raises(ValueError, match="preset 'Nothing' is unknown; use one of Overview"):
-        widget.preset("Nothing")
-
-
-def test_without_anywidget_it_says_what_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "anywidget", None)
-    monkeypatch.delitem(sys.modules, "twell.inspector.widget", raising=False)
-    with pytest.raises(ImportError, match="twell.inspect needs the package anywidget: pip install"):
-        twell.inspect  # noqa: B018
 
 
 def test_presets_are_what_they_say():
@@ -274,6 +264,8 @@ def test_presets_are_what_they_say():
     view = seen["Busiest layer"]
     assert view["layers"] == [counts[:, later].sum(1).argmax()] * 2 and view["neuron"] is None
     assert len(seen) == 6 and seen["Overview"] == VIEW | {"limit": 7.0}
+    with pytest.raises(ValueError, match="'Nothing'"):
+        widget.preset("Nothing")
 
 
 @pytest.mark.parametrize("colour", ["count", "neuron", "surprise"])
@@ -334,8 +326,7 @@ def test_a_page_needs_nothing_else(model, tmp_path):
     page, _, chunks = page_of(widget.sides, widget.view)
     assert path.read_text(encoding="utf-8") == page
     assert page.count("</script>") == 2 + len(chunks)
-    assert "https:" not in page and "import(" not in page
-    assert set(re.findall(r"http:[^\s\"'`]*", page)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"https?:[^\s\"'`]*", page)) == {"http://www.w3.org/2000/svg"}
     assert '"colour": "surprise"' in page and '"token": 1' in page
     # There is room for all.
     assert {*chunks} == {f"0:{name}" for name in inspector.Catalog(widget.sides[0]).names}
@@ -362,41 +353,3 @@ def test_a_page_stays_under_its_limit(model, monkeypatch):
     monkeypatch.setattr(pages, "PAGE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"tokens do not fit into 1000 bytes"):
         inspector.page(bare)
-
-
-def test_modules_are_joined_in_the_order_of_their_imports(tmp_path):
-    def write(**modules):
-        for name, text in modules.items():
-            (tmp_path / f"{name}.js").write_text(text)
-        return inspector.script("main.js", tmp_path)
-
-    b_and_c = 'import { b } from "./b.js";\nimport {\n  c,\n  d,\n} from "./c.js";\n'
-    modules = {
-        "main": f"// Main.\n\n{b_and_c}\nexport default {{ run: b + c }};\n",
-        "b": 'import { c } from "./c.js";\nexport const b = c;\n',
-        "c": "export class c {}\nexport async function d() {}\nconst e = 1;\n",
-    }
-    joined = "class c {}\nasync function d() {}\nconst e = 1;\n\nconst b = c;\n\n"
-    assert write(**modules) == joined + "// Main.\n\n\nexport default { run: b + c };"
-    for change, words in [
-        ({"c": 'import { b } from "./b.js";\n'}, "each other: main.js -> b.js -> c.js -> b.js"),
-        ({"b": "export const b = 1;\nfunction e() {}\n"}, "b.js and c.js both declare e"),
-        ({"c": "class c {}\n"}, "b.js imports c, which c.js does not export"),
-        ({"b": 'import * as c from "./c.js";\n'}, "b.js imports, exports or declares"),
-        ({"b": "export { b };\n"}, "b.js imports, exports or declares"),
-        ({"b": "const [b, f] = [1, 2];\n"}, "b.js imports, exports or declares"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            write(**modules | change)
-
-
-def test_the_widget_pages_and_atlases_share_a_script():
-    page, widget = inspector.script("page.js"), inspector.script("widget.js")
-    atlas = inspector.script("atlas.js")
-    assert widget.endswith("export default { render };") and "\nexport " not in page
-    assert "\nclass View {" in page and "\nclass View {" in widget
-    for name in ("NeuronCard", "Browse", "Catalog", "Scatter"):
-        assert all(f"\nclass {name} {{" in text for text in (page, widget, atlas))
-    for path in (*pages.FOLDER.glob("*.js"), *map(pages.FOLDER.joinpath, pages.STYLES)):
-        first = path.read_text(encoding="utf-8").splitlines()[0]
-        assert first in page + widget + atlas + inspector.style(), path

@@ -1,7 +1,7 @@
 """A passage as bytes: one compressed block that twell/inspector/browser/data.js unpacks.
 
-Of many values only 16 bits travel (bf16). Of more than MAX_ENTRIES active neurons only the
-strongest of each token and layer do; counts, sums and overflow are of all.
+Values of large passages are rounded to 16 bits (bf16). Of more than MAX_ENTRIES active neurons each
+token and layer keeps its strongest; counts, sums and overflow are of all.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from twell.inspector.shown import fullest_tile, presets
 from twell.inspector.side import Side
 from twell.trace import COMPRESSIONS, TILE_N, Trace
 
-# Active neurons of all tokens that are sent: 2,048 tokens x 12 layers x 30 are 737,280.
-MAX_ENTRIES = 800_000
-PRECISE_ENTRIES = 200_000  # up to which values keep 24 bits, more of them 16
+MAX_ENTRIES = 800_000  # active neurons of all tokens: 2,048 tokens x 12 layers x 30 are 737,280
+PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, others to 24
 
 
 def leading(values: np.ndarray, bits: int) -> np.ndarray:
@@ -83,7 +82,8 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
         for name, array in _arrays(side, strongest, precise).items()
     }
     about, alike = compared(shown)
-    arrays |= {name: _bfloat16(values) for name, values in alike.items()}
+    for name, values in alike.items():
+        arrays |= leading_bytes(name, values, 2)
     header = {
         "sides": [_about(side, strongest) | {"precise": precise} for side in shown],
         **about,
@@ -104,22 +104,16 @@ def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
     return int(np.searchsorted(more.cumsum(), max_entries, side="right"))
 
 
-def _bfloat16(values: np.ndarray) -> np.ndarray:
-    return leading(values, 16).astype(np.uint16)
-
-
 def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.ndarray]:
-    """The arrays of one side, rows (layer, token) in the order of the trace.
+    """Return the arrays of one side, rows (layer, token) in the order of the trace.
 
-    token: which of the header's strings and ids; starts: the first token of each sequence, and the
-    end; position; logprob float32; of each row: counts of active neurons, the largest count in a
-    tile, and total, the sum of |h| (bf16); of the entries kept, byte by byte, which compresses
-    better: gap, the distance to the neuron before it in the row (the first: to 0), three bytes from
-    the last, and value, the leading bytes of its float32: two (bf16), or three where `precise`.
+    token: index of the header's strings and ids; starts: the first token of each sequence, and the
+    end; position; logprob; of each row the counts of active neurons, the largest count in a tile,
+    and total, the sum of |h|. Of the kept entries gap, the distance to the neuron before in the
+    row, and value. Floats are leading bytes: two (bf16), or three for values that are `precise`.
     fires [L * N], only where entries are missing: the tokens that activate each neuron. rate
-    [L * N] (bf16), only with an aggregate: the fraction of its tokens that do. expected and
-    probability (bf16), only where a model ran: of each token the likeliest next ones, which of the
-    header's words.
+    [L * N], only with an aggregate: the fraction of its tokens that do. expected and probability,
+    only where a model ran: the likeliest tokens after each, indices of the header's words.
     """
     passage = side.trace
     counts = np.diff(passage.indptr)
@@ -141,7 +135,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "logprob": passage.logprob.astype(np.float32),
         "counts": least(counts),
         "tile_max": fullest_tile(passage).reshape(-1).astype(np.uint16),
-        "total": _bfloat16(total),
+        **leading_bytes("total", total, 2),
         **{f"gap_{n}": (gap >> 8 * n & 255).astype(np.uint8) for n in range(3)},
     }
     arrays |= leading_bytes("value", passage.values[kept], 3 if precise else 2)
@@ -149,11 +143,11 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         arrays["fires"] = passage.neurons()[0].reshape(-1).astype(np.uint32)
     if side.aggregate is not None:
         fires = side.aggregate.neurons()[0].reshape(-1)
-        arrays["rate"] = _bfloat16(fires / max(side.aggregate.num_tokens, 1))
+        arrays |= leading_bytes("rate", fires / max(side.aggregate.num_tokens, 1), 2)
     if side.predictions is not None:
         words = np.unique(side.predictions.ids, return_inverse=True)[1]
         arrays["expected"] = words.reshape(-1).astype(np.uint32)
-        arrays["probability"] = _bfloat16(side.predictions.probability.reshape(-1))
+        arrays |= leading_bytes("probability", side.predictions.probability.reshape(-1), 2)
     return arrays
 
 

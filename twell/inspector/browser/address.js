@@ -1,11 +1,16 @@
-// The state of a view and its search as an address keeps it: what differs from where it begins.
+// The state of a view and its search in the address of a page: what differs from the beginning.
 
 import { SORTS, STATES, UPRIGHT, WHERE } from "./search.js";
 
 const whole = (text) => (/^\d{1,9}$/.test(text) ? Number(text) : undefined);
-const yes = (text) => (text === "yes" ? true : text === "no" ? false : undefined);
+const yes = (text) => ({ yes: true, no: false })[text];
 const among = (...words) => (text) => (words.includes(text) ? text : undefined);
 const key = (names) => among(...Object.keys(names));
+const numbers = (text, sign, count) => {
+  const ends = text.split(sign).map(Number);
+  const rising = ends.every((end, n) => n % 2 === 0 || ends[n - 1] <= end);
+  return ends.length === count && rising ? ends : undefined;
+};
 // How the text of each part is read; undefined for nonsense.
 const READ = {
   side: whole,
@@ -15,10 +20,7 @@ const READ = {
   colour: among("count", "neuron", "surprise"),
   scale: among("all", "layer", "neuron"),
   limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
-  layers: (text) => {
-    const range = text.split("-").map(whole);
-    return range.length === 2 && range[0] <= range[1] ? range : undefined;
-  },
+  layers: (text) => (/^\d+-\d+$/.test(text) ? numbers(text, "-", 2) : undefined),
   skip_first: yes,
   compression: whole,
   difference: yes,
@@ -29,11 +31,7 @@ const READ = {
   state: key(STATES),
   sort: key(SORTS),
   upright: key(UPRIGHT),
-  box: (text) => {
-    const ends = text.split("~").map(Number);
-    const [left, right, low, high] = ends;
-    return ends.length === 4 && left <= right && low <= high ? ends : undefined;
-  },
+  box: (text) => numbers(text, "~", 4), // left, right, low, high
 };
 const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within", "box"];
 
@@ -44,21 +42,19 @@ function written(name, value) {
 }
 
 export function addressOf(view, begin) {
-  const names = Object.keys(begin);
-  const pairs = names.map((name) => [name, ...[view, begin].map((one) => written(name, one[name]))]);
-  const changed = pairs.filter(([, now, before]) => now !== before);
-  return changed.map(([name, now]) => `${name}=${now}`).join("&");
+  const parts = Object.keys(begin).map((name) => [name, written(name, view[name])]);
+  const changed = parts.filter(([name, text]) => text !== written(name, begin[name]));
+  return changed.map((part) => part.join("=")).join("&");
 }
 
-// The view of an address. Where it says nothing, or nonsense, the view is as the page begins.
+// The view of an address. A part that is missing or nonsense is as in the beginning.
 export function viewOf(address, begin) {
   const words = new URLSearchParams(address);
-  const view = {};
+  const view = { ...begin };
   for (const name of Object.keys(begin)) {
     const text = words.get(name);
-    const none = text === "none" && MAY_BE_NONE.includes(name);
-    const value = text === null || none ? undefined : READ[name](text);
-    view[name] = none ? null : (value ?? begin[name]);
+    if (text === "none" && MAY_BE_NONE.includes(name)) view[name] = null;
+    else if (text !== null) view[name] = READ[name](text) ?? begin[name];
   }
   return view;
 }

@@ -1,4 +1,4 @@
-// Packed blocks (twell/inspector/packing.py), unpacked into typed arrays, and the passage of one.
+// Packed blocks (twell/inspector/packing.py) as typed arrays, and the passage of one side.
 
 import { BYTES } from "./words.js";
 
@@ -6,6 +6,7 @@ const ARRAYS = {
   ...{ u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array },
   ...{ f4: Float32Array },
 };
+const FAINTEST = 1e-30; // stands for an active neuron whose value is 0
 
 export function fromBase64(text) {
   const letters = atob(text);
@@ -14,7 +15,8 @@ export function fromBase64(text) {
   return data;
 }
 
-// A block's header, and functions that return its arrays by name, and its floats of leading bytes.
+// Return a block's header, and functions that return an array, or floats of which the leading bytes
+// were packed, by name; undefined if the block has no such array.
 export async function readBlock(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
@@ -26,10 +28,19 @@ export async function readBlock(bytes) {
   const array = (name) => arrays[name];
   const floats = (name) => {
     const planes = [0, 1, 2].map((byte) => arrays[`${name}_${byte}`]).filter(Boolean);
-    if (planes.length) arrays[name] ??= fromBytes(...planes);
+    if (planes.length) arrays[name] ??= fromBytes(planes);
     return arrays[name];
   };
   return { header, array, floats };
+}
+
+// float32 from its leading bytes, the first first.
+function fromBytes(planes) {
+  const bits = new Uint32Array(planes[0].length);
+  planes.forEach((plane, place) => {
+    for (let n = 0; n < bits.length; n++) bits[n] |= plane[n] << (24 - 8 * place);
+  });
+  return new Float32Array(bits.buffer);
 }
 
 export async function unpack(bytes) {
@@ -38,42 +49,26 @@ export async function unpack(bytes) {
     const own = (read) => (name) => read(`${number}.${name}`);
     return new Side(number, about, own(array), own(floats));
   });
-  // How alike a neuron is in two models, [L * N]; of one model nothing.
-  header.alike = ["alike_in", "alike_out"].map(array).map((plane) => plane && fromBytes(plane));
+  header.alike = ["alike_in", "alike_out"].map(floats); // cosines [L * N], of two models
   return { header, sides };
 }
 
-// float32 from its leading bytes, the first first; from bf16 where these are 16-bit numbers.
-function fromBytes(...planes) {
-  const bits = new Uint32Array(planes[0].length);
-  planes.forEach((plane, place) => {
-    const shift = 32 - 8 * (place + plane.BYTES_PER_ELEMENT);
-    for (let n = 0; n < bits.length; n++) bits[n] |= plane[n] << shift;
-  });
-  return new Float32Array(bits.buffer);
-}
-
-// The value with the largest size; 0 where there is none. NaN is none.
+// The value with the largest size; 0 if there is none. NaN does not count.
 export function strongestOf(values) {
   return values.reduce((most, value) => (Math.abs(value) > Math.abs(most) ? value : most), 0);
 }
 
-// One passage: T tokens under a model of L layers with N neurons each. Rows are (layer, token),
-// layer * T + token; without layers, as for `included` and `rows(0, 0)`, a row is a token.
+// One passage: T tokens under a model of L layers with N neurons each. A row is a layer and a
+// token, layer * T + token.
 class Side {
   constructor(number, about, array, floats) {
     Object.assign(this, { number, about, T: about.tokens, L: about.layers, N: about.neurons });
-    for (const name of ["token", "starts", "position", "logprob", "counts", "fires"])
+    for (const name of ["token", "starts", "position", "logprob", "counts", "fires", "expected"])
       this[name] = array(name);
+    for (const name of ["total", "value", "rate", "probability"]) this[name] = floats(name);
     this.tileMax = array("tile_max");
-    this.total = fromBytes(array("total"));
-    this.value = floats("value");
-    this.rate = array("rate") && fromBytes(array("rate"));
-    this.expected = array("expected");
-    this.probability = array("probability") && fromBytes(array("probability"));
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
     this.special = new Set(about.special);
-    this.memory = new Map();
     this.unpackNeurons([0, 1, 2].map((n) => array(`gap_${n}`)), about.strongest ?? Infinity);
   }
 
@@ -95,36 +90,42 @@ class Side {
     return this.about.strings[this.token[token]];
   }
 
-  // Where these tokens stand in the passage: the number of the one at `here`, null if they do not.
+  isSpecial(token) {
+    return this.special.has(this.token[token]);
+  }
+
+  sequenceOf(token) {
+    return this.starts.findLastIndex((start) => start <= token);
+  }
+
+  // The number in the passage of the token at `here`, if these tokens are there; else null.
   find(tokens, here) {
     for (let first = 0; first + tokens.length <= this.T; first++)
       if (tokens.every((text, n) => this.text(first + n) === text)) return first + here;
     return null;
   }
 
-  // The characters that a token of bytes and its neighbours make together, if these are whole.
+  // The characters that a token of bytes makes with its neighbours; "" if they are not whole.
   characters(token) {
     if (!BYTES.test(this.text(token))) return "";
-    const bytesOf = (at) => {
-      const pairs = this.text(at).match(/[0-9A-F]{2}(?=>)/g);
-      return pairs.map((hex) => parseInt(hex, 16));
-    };
-    const isBytes = (at) => BYTES.test(this.text(at));
-    const goesOn = (at) => bytesOf(at)[0] >> 6 === 2;
     const sequence = this.sequenceOf(token);
+    const bytesOf = (at) =>
+      at < this.starts[sequence] || at >= this.starts[sequence + 1] || !BYTES.test(this.text(at))
+        ? []
+        : this.text(at).match(/[0-9A-F]{2}(?=>)/g).map((hex) => parseInt(hex, 16));
+    const goesOn = (at) => bytesOf(at)[0] >> 6 === 2;
     let from = token;
     let to = token + 1;
-    while (from > this.starts[sequence] && goesOn(from) && isBytes(from - 1)) from--;
-    while (to < this.starts[sequence + 1] && isBytes(to) && goesOn(to)) to++;
-    const bytes = [];
-    for (let at = from; at < to; at++) bytes.push(...bytesOf(at));
+    while (goesOn(from) && bytesOf(from - 1).length) from--;
+    while (goesOn(to)) to++;
+    const bytes = Array.from({ length: to - from }, (_, n) => bytesOf(from + n)).flat();
     const text = new TextDecoder().decode(new Uint8Array(bytes));
     return text.includes("\ufffd") ? "" : text;
   }
 
-  // The likeliest next tokens after one, falling; null where no model ran.
+  // The likeliest next tokens after one, falling; undefined if no model ran.
   predictions(token) {
-    if (!this.expected) return null;
+    if (!this.expected) return undefined;
     const each = this.expected.length / this.T;
     return Array.from({ length: each }, (_, n) => ({
       text: this.about.expected[this.expected[token * each + n]],
@@ -137,45 +138,21 @@ class Side {
     return token + 1 < this.T && this.position[token + 1] > 0 ? token + 1 : null;
   }
 
-  // Mean surprise of the tokens that are predicted; NaN where there is none.
+  // Mean surprise of the predicted tokens; NaN if there is none.
   loss() {
-    return this.remember("loss", () => {
-      const known = this.surprise.filter((surprise) => !Number.isNaN(surprise));
-      return known.reduce((sum, surprise) => sum + surprise, 0) / known.length;
-    });
-  }
-
-  isSpecial(token) {
-    return this.special.has(this.token[token]);
-  }
-
-  sequenceOf(token) {
-    return this.starts.findLastIndex((start) => start <= token);
+    const known = this.surprise.filter((surprise) => !Number.isNaN(surprise));
+    return known.reduce((sum, surprise) => sum + surprise, 0) / known.length;
   }
 
   count(layer, token) {
     return this.counts[layer * this.T + token];
   }
 
-  // How many more neurons are active than in another side; its layers may be fewer.
-  change(left, layer, token) {
-    return this.count(layer, token) - (layer < left.L ? left.count(layer, token) : 0);
-  }
-
-  largestChange(left, layer, skipFirst) {
-    return this.remember(`change ${layer} ${skipFirst}`, () => {
-      let largest = 0;
-      for (const row of this.rows(layer, layer, skipFirst))
-        largest = Math.max(largest, Math.abs(this.change(left, layer, row % this.T)));
-      return largest;
-    });
-  }
-
   fullestTile(layer, token) {
     return this.tileMax[layer * this.T + token];
   }
 
-  // Active neurons of a token and layer that were kept, strongest first.
+  // The kept neurons of a token and layer, strongest first.
   strongest(layer, token, most = Infinity) {
     const row = layer * this.T + token;
     const entries = [];
@@ -206,84 +183,37 @@ class Side {
     return { tokens, values };
   }
 
+  // h of a neuron at each token: 0 where it is silent, never 0 where it fires.
+  valuesOf(layer, neuron) {
+    const values = new Float32Array(this.T);
+    const { tokens, values: h } = this.column(layer, neuron);
+    tokens.forEach((token, n) => (values[token] = h[n] || FAINTEST));
+    return values;
+  }
+
   firings(layer, neuron) {
-    if (this.fires) return this.fires[layer * this.N + neuron];
-    return this.column(layer, neuron).tokens.length;
+    return this.fires?.[layer * this.N + neuron] ?? this.column(layer, neuron).tokens.length;
   }
 
-  remember(key, compute) {
-    if (!this.memory.has(key)) this.memory.set(key, compute());
-    return this.memory.get(key);
-  }
-
-  // Whether a token counts for scales and is coloured.
-  included(token, skipFirst) {
-    return !skipFirst || this.position[token] > 0;
-  }
-
-  // The rows of these layers that count for scales.
-  *rows(first, last, skipFirst) {
-    for (let row = first * this.T; row < (last + 1) * this.T; row++)
-      if (this.included(row % this.T, skipFirst)) yield row;
+  // One value a token as a row of numbers; NaN for the tokens that are left out.
+  included(valueOf, skipFirst) {
+    const value = (_, token) => (skipFirst && !this.position[token] ? NaN : valueOf(token));
+    return Float32Array.from({ length: this.T }, value);
   }
 
   // Mean active neurons of each token over these layers.
   means(first, last) {
-    return this.remember(`means ${first} ${last}`, () => {
-      const means = new Float32Array(this.T);
-      for (let layer = first; layer <= last; layer++)
-        for (let token = 0; token < this.T; token++) means[token] += this.count(layer, token);
-      return means.map((sum) => sum / (last - first + 1));
-    });
+    const means = new Float32Array(this.T);
+    for (let layer = first; layer <= last; layer++)
+      for (let token = 0; token < this.T; token++) means[token] += this.count(layer, token);
+    return means.map((sum) => sum / (last - first + 1));
   }
 
-  // The least size above 0 and the largest, of one value a row.
-  extent(name, values, first, last, skipFirst) {
-    return this.remember(`extent ${name} ${first} ${last} ${skipFirst}`, () => {
-      let least = Infinity;
-      let largest = 0;
-      for (const row of this.rows(first, last, skipFirst)) {
-        const size = Math.abs(values[row]);
-        if (size > 0 && size < least) least = size;
-        if (size > largest) largest = size;
-      }
-      return [least, largest];
-    });
-  }
-
-  largestSurprise(skipFirst) {
-    return this.extent("surprise", this.surprise, 0, 0, skipFirst)[1];
-  }
-
-  meanRange(first, last, skipFirst) {
-    return this.extent(`mean ${first} ${last}`, this.means(first, last), 0, 0, skipFirst);
-  }
-
-  countRange(first, last, skipFirst) {
-    return this.extent("count", this.counts, first, last, skipFirst);
-  }
-
-  largestValue(first, last, skipFirst) {
-    const peak = (_, row) =>
-      strongestOf(this.value.subarray(this.pointer[row], this.pointer[row + 1]));
-    const peaks = this.remember("peaks", () => Float32Array.from(this.counts, peak));
-    return this.extent("value", peaks, first, last, skipFirst)[1];
-  }
-
-  // Mean active neurons of a layer.
-  meanOf(layer, skipFirst) {
-    return this.remember(`mean of ${layer} ${skipFirst}`, () => {
-      const rows = [...this.rows(layer, layer, skipFirst)];
-      const sum = rows.reduce((sum, row) => sum + this.counts[row], 0);
-      return rows.length ? sum / rows.length : 0;
-    });
-  }
-
-  // The fraction of rows in which a tile overflows.
-  overflow(first, last, capacity, skipFirst) {
-    return this.remember(`overflow ${first} ${last} ${capacity} ${skipFirst}`, () => {
-      const rows = [...this.rows(first, last, skipFirst)];
-      return rows.filter((row) => this.tileMax[row] > capacity).length / Math.max(rows.length, 1);
-    });
+  // The value of the strongest neuron at each token of a layer.
+  peaks(layer) {
+    this.peak ??= Float32Array.from(this.counts, (_, row) =>
+      strongestOf(this.value.subarray(this.pointer[row], this.pointer[row + 1])),
+    );
+    return this.peak.subarray(layer * this.T, (layer + 1) * this.T);
   }
 }

@@ -2,10 +2,10 @@
 
 import { QUERY } from "./search.js";
 
-export const TRAITS = [
-  ...["side", "token", "layer", "neuron", "colour", "scale", "limit", "layers"],
-  ...["skip_first", "compression", "difference"],
+export const COLOURING = [
+  ...["colour", "scale", "limit", "layers", "skip_first", "compression", "difference"],
 ];
+export const TRAITS = ["side", "token", "layer", "neuron", ...COLOURING];
 const BEGIN = { side: 0, token: null, layer: null, neuron: null, colour: "count", scale: "all" };
 
 export class State {
@@ -14,18 +14,16 @@ export class State {
     this.header = null; // until the passage is unpacked
     this.sides = [];
     this.peek = null; // { side, token, layer } or { side, layer, neuron } under the pointer
+    this.query = model.query ?? { ...QUERY }; // a page keeps it in its address
   }
 
   get(name) {
     return this.model.get(name);
   }
 
-  // What is searched for; a page's address keeps it.
-  get query() {
-    return this.model.query ?? (this.ownQuery ??= { ...QUERY });
-  }
-
-  keep() {
+  // Search for something else.
+  ask(changes) {
+    Object.assign(this.query, changes);
     if (this.model.query) this.model.save_changes();
   }
 
@@ -52,9 +50,9 @@ export class State {
     };
     return {
       side,
-      token: known("token", side.T),
-      layer: known("layer", side.L),
-      neuron: known("neuron", side.N),
+      token: known("token", side?.T),
+      layer: known("layer", side?.L),
+      neuron: known("neuron", side?.N),
     };
   }
 
@@ -90,10 +88,10 @@ export class State {
     return colour === "neuron" && !this.shownNeuron(side) ? "count" : colour;
   }
 
-  // The tokens whose colours share a scale; a neuron that is only peeked at has a scale of its own.
+  // The tokens that share a scale; a neuron under the pointer has a scale of its own.
   scaling(how) {
-    if (how !== "neuron") return this.get("scale") === "layer" ? "layer" : "all";
-    return this.get("colour") === "neuron" ? this.get("scale") : "neuron";
+    if (how === "neuron") return this.get("colour") === "neuron" ? this.get("scale") : "neuron";
+    return how === "count" && this.get("scale") === "layer" ? "layer" : "all";
   }
 
   // The selected token, or the one of this side that stands for it.

@@ -1,10 +1,48 @@
-// The small box at the pointer: the token below it.
+// The small box at the pointer: the token below it, or the sentence of a question mark.
 
 import { element } from "./elements.js";
 import { tokenPill } from "./parts.js";
 import { integer, number, pieces, signed } from "./words.js";
 
-export function fillTip(tip, state) {
+export class Tip {
+  constructor(view) {
+    this.view = view;
+    this.node = element("div.tw-tip", { hidden: true });
+    const { root } = view;
+    for (const event of ["pointerover", "focusin", "click"])
+      root.addEventListener(event, ({ target }) => this.explain(target.closest?.(".tw-help")));
+    for (const event of ["pointerout", "focusout"])
+      root.addEventListener(event, () => this.explain(null));
+  }
+
+  explain(mark) {
+    if (!mark && !this.mark) return;
+    this.mark = mark;
+    if (!mark) this.node.hidden = !this.view.state.peek?.token;
+    else {
+      const { left, bottom } = mark.getBoundingClientRect();
+      this.show([mark.dataset.help], left - 14, bottom - 12);
+    }
+  }
+
+  // event: of the pointer that is on the token, or null.
+  follow(event) {
+    if (event) this.show(tokenLines(this.view.state), event.clientX, event.clientY);
+    else this.node.hidden = true;
+  }
+
+  // Beside a place in the window, within the width of the view.
+  show(nodes, x, y) {
+    this.node.replaceChildren(...nodes);
+    this.node.hidden = false;
+    const box = this.view.root.getBoundingClientRect();
+    const left = Math.min(x - box.left + 14, box.width - this.node.offsetWidth - 4);
+    this.node.style.left = `${Math.max(0, left)}px`;
+    this.node.style.top = `${y - box.top + 18}px`;
+  }
+}
+
+function tokenLines(state) {
   const { side, token, layer } = state.peek;
   const [first, last] = state.range(side);
   const lines = [element("div.tw-tip-token", tokenPill(side, token), ` token ${integer(token)}`)];
@@ -28,13 +66,5 @@ export function fillTip(tip, state) {
     const silent = side.fires ? "not among those kept" : "silent";
     add(`h of ${shown.layer} \u00b7 ${shown.neuron}`, at < 0 ? silent : signed(values[at]));
   }
-  tip.replaceChildren(...lines);
-}
-
-// Beside the pointer, within the width of the view.
-export function placeTip(tip, event, root) {
-  const box = root.getBoundingClientRect();
-  const x = Math.min(event.clientX - box.left + 14, box.width - tip.offsetWidth - 4);
-  tip.style.left = `${Math.max(0, x)}px`;
-  tip.style.top = `${event.clientY - box.top + 18}px`;
+  return lines;
 }
