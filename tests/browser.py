@@ -228,7 +228,7 @@ def texts(page, selector):
 
 def values(page, selector):
     numbers = (text.replace("\u2212", "-").replace(",", "") for text in texts(page, selector))
-    return [float(number.rstrip("%")) for number in numbers]
+    return [float(number.strip("<%")) for number in numbers]
 
 
 def neurons(page):

@@ -3,9 +3,9 @@
 import numpy as np
 
 import twell
-from tests.browser import IN_BROWSER, click, drag, settle, show_live, texts, values
+from tests.browser import IN_BROWSER, click, drag, settle, show_live, state, texts
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, float32, make_trace
+from tests.factories.inspector import aggregate_of, make_trace
 from twell import inspector, trace
 from twell.inspector import Side
 
@@ -46,7 +46,7 @@ def test_neurons_are_found_by_their_examples(open_page):
 
     alive = [tuple(one) for one in np.argwhere(fires > 0).tolist()]
     strength = counted.abs_sum / np.maximum(fires, 1)
-    strength = float32(inspector.leading(strength, 24), 8)  # as in the browser
+    strength = inspector.leading(strength, 3)  # as in the browser
     assert found(len(alive)) == sorted(alive, key=lambda one: (-strength[one], one))
     query = page.get_by_label("words to find")
     for mode, inside in [
@@ -59,54 +59,60 @@ def test_neurons_are_found_by_their_examples(open_page):
         matching = [one for one, count in counts.items() if count]
         order = sorted(matching, key=lambda one: (-counts[one], -strength[one], one))
         assert found(len(matching)) == order
-        matches = texts(page, "button.tw-hit > span:last-child")
-        assert matches == [f"{counts[one]} of 13" for one in order]
     page.get_by_label("layer", exact=True).select_option("layer 1")
-    in_layer = [one for one in order if one[0] == 1]
-    assert found(len(in_layer)) == in_layer
     page.get_by_label("sort", exact=True).select_option("fires")
-    settle(page)
-    rates = [int(fires[one]) for one in found(len(in_layer))]
-    assert rates == sorted(rates, reverse=True)
+    in_layer = found(sum(one[0] == 1 for one in order))
+    assert {one[0] for one in in_layer} == {1}
+    assert [int(fires[one]) for one in in_layer] == sorted(fires[tuple(np.transpose(in_layer))])[
+        ::-1
+    ]
     query.fill("")
     page.get_by_label("layer", exact=True).select_option("all layers")
     page.get_by_label("state").select_option("dead")
     dead = np.argwhere(fires == 0).tolist()
     assert sorted(map(list, found(len(dead)))) == dead
-    page.get_by_label("state").select_option("that fire")
     # A click opens the card.
-    settle(page)
-    third = hits(page)[2]
-    click(page, "button.tw-hit", 2)
-    assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == third
+    first = hits(page)[0]
+    click(page, "button.tw-hit", 0)
+    assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
 
 
 def test_neurons_are_brushed(open_page):
     passage, mask = make_trace(SEED, num_tokens=200)
-    page = open_page([Side("random", passage, aggregate_of(passage))])
+    counted = aggregate_of(passage)
+    page = open_page([Side("random", passage, counted)])
     page.locator("summary").click()
     status = page.locator(".tw-browse [role=status]")
     status.locator("text=of 900 neurons").wait_for()
-    fires = mask.sum(1)
-    page.get_by_label("upright axis").select_option("layer")
-    settle(page)
-    # The right part of the row of layer 0, which is the lowest.
-    high = (300 - 34 - 8) / 3
-    box = drag(page, (0.985, (300 - 34 - 2) / 300), (0.5, (300 - 34 - high + 2) / 300))
-    low, top = fires[fires > 0].min() / 1.2, fires.max() * 1.2
-    share = (box["width"] / 2 - 58) / (box["width"] - 12 - 58)
-    least = low * (top / low) ** share
-    expected = {(0, int(n)) for n in np.flatnonzero(fires[0] >= least)}
+    fires, rate = mask.sum(1), mask.mean(1)
+    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)
+
+    def fraction(values, value):
+        """The place of a value on a logarithmic axis that holds the values."""
+        low, top = np.log(values[fires > 0].min() / 1.2), np.log(values[fires > 0].max() * 1.2)
+        return (np.log(value) - low) / (top - low)
+
+    wide = page.locator(".tw-points").bounding_box()["width"]
+
+    def place(value, size):
+        x = 58 + fraction(rate, value) * (wide - 70)
+        return float(x / wide), float((266 - fraction(strength, size) * 258) / 300)
+
+    corner = np.median(rate[fires > 0]), np.median(strength[fires > 0])
+    box = drag(page, (0.995, 0.01), place(*corner))
+    left, right, low, high = map(float, state(page).split("box=")[1].split("&")[0].split("~"))
+    np.testing.assert_allclose((left, low), corner, rtol=0.03)
+    inside = (rate >= left) & (rate <= right) & (strength >= low) & (strength <= high)
+    expected = {tuple(one) for one in np.argwhere(inside).tolist()}
     assert set(hits(page)) == expected and len(expected) > 3
     status.get_by_text("clear brush").click()
     status.locator(f"text={(fires > 0).sum()} of").wait_for()
     # A click takes the nearest point.
-    n = int(fires[0].argmax())
-    x = np.log(fires[0, n] / low) / np.log(top / low) * (box["width"] - 70) + 58
-    y = 300 - 34 - high * (0.5 + 0.7 * (n / 300 - 0.5))
-    page.mouse.click(box["x"] + x, box["y"] + y)
+    strongest = np.unravel_index(strength.argmax(), strength.shape)
+    x, y = place(rate[strongest], strength[strongest])
+    page.mouse.click(box["x"] + x * box["width"], box["y"] + y * 300)
     settle(page)
-    assert picked(page) == (0, n)
+    assert picked(page) == strongest
 
 
 def shaded(page, number):
@@ -131,10 +137,14 @@ def test_cards_shade_every_token_and_lead_on(open_page):
     layer, neuron = np.unravel_index(mask.sum(1).argmax(), (3, 300))
     view = {"layer": int(layer), "neuron": int(neuron), "colour": "neuron"}
     side = Side("random", passage, counted)
-    page = open_page([side], view, wait=".tw-tabs button + button")
+    page = open_page([side], view, wait="[aria-label=examples] option + option")
     h = passage.layer(layer).toarray()[:, neuron]
-    for tab, places in ((1, counted.top_at), (2, counted.quantile_at)):
-        click(page, ".tw-tabs button", tab)
+    for kind, places in (
+        ("strongest of all", counted.top_at),
+        ("quantiles", counted.quantile_at),
+    ):
+        page.get_by_label("examples").select_option(kind)
+        settle(page)
         for number, at in enumerate(places[layer, neuron]):
             _, _, ids, here = counted.context(at)
             expected = np.sign(h[at - here : at - here + len(ids)])
@@ -142,38 +152,20 @@ def test_cards_shade_every_token_and_lead_on(open_page):
     # Examples are of this passage: a click goes there.
     click(page, "button.tw-place", 0)
     token = counted.quantile_at[layer, neuron, 0]
-    assert page.evaluate("() => document.querySelector('.tw-pinned').number") == token
+    assert page.evaluate("() => document.querySelector('[aria-selected]').number") == token
     assert page.locator(".tw-quantile").count() == 5
     chips = texts(page, "[data-kin=together] .tw-chip span")
     assert chips == [str(n) for n in counted.together_at[layer, neuron] if n >= 0] and chips
     click(page, "[data-kin=together] .tw-chip")
     assert picked(page) == (layer, int(chips[0]))
-    # Statistics of an older version keep h at the place alone, and say so.
+    # Statistics of an older version keep h at the place alone.
     counted.near = np.zeros((3, 300, 0, 0), np.int8)
     counted.together = np.zeros((3, 300, 0), np.float32)
     counted.together_at = np.full((3, 300, 0), -1)
-    page = open_page([side], view, wait=".tw-tabs button + button")
-    click(page, ".tw-tabs button", 1)
+    page = open_page([side], view, wait="[aria-label=examples] option + option")
+    page.get_by_label("examples").select_option("strongest of all")
+    settle(page)
     assert sum(map(abs, shaded(page, 0))) == 1 and page.locator(".tw-kin").count() == 0
-    assert "twell trace --aggregate" in texts(page, ".tw-places > .tw-quiet")[0]
-
-
-def test_neighbours_across_layers(open_page, tiny_run):
-    model, tokenizer = twell.load(tiny_run)
-    passage = trace.trace_text(model, tokenizer, "ba de fun")
-    side = Side("tiny", passage, None, model, tokenizer)
-    page = open_page([side], {"layer": 0, "neuron": 7}, wait="[data-kin=read]")
-    # That they are the nearest is tested with the catalog.
-    output = model.ffns[0].down_proj.weight[:, 7]
-    names = texts(page, "[data-kin=read] .tw-chip span")
-    first = [tuple(map(int, name.split(" \u00b7 "))) for name in names]
-    gates = model.ffns[1].gate_proj.weight[[neuron for _, neuron in first]]
-    cosines = (gates @ output / gates.norm(dim=1) / output.norm()).tolist()
-    np.testing.assert_allclose(values(page, "[data-kin=read] .tw-chip b"), cosines, rtol=0.06)
-    assert {layer for layer, _ in first} == {1} and page.locator("[data-kin=written]").count() == 0
-    click(page, "[data-kin=read] .tw-chip")
-    page.locator("[data-kin=written]").wait_for()
-    assert picked(page) == first[0] and page.locator("[data-kin=read]").count() == 0
 
 
 def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
@@ -190,6 +182,12 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     page.get_by_label("words to find").fill("Words")
     page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
     assert hits(page) == [(1, 7)]
+    # Neighbours in later and earlier layers lead on.
+    click(page, "[data-kin=written] .tw-chip")
+    page.locator("[data-kin=read]").wait_for()
+    assert picked(page)[0] == 0
+    click(page, "button.tw-hit")
+    page.locator(".tw-noted").wait_for()
     # By a word that it promotes, and one that it suppresses.
     words = np.array(texts(page, ".tw-both-words .tw-pill")).reshape(2, -1).tolist()
     for where, own in zip(("promotes", "suppresses"), words, strict=True):
@@ -207,7 +205,7 @@ def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run
     page = browser.new_page()
     show_live(page, widget)
     page.locator(".tw-both-words").wait_for()
-    page.locator(".tw-tabs button").nth(1).wait_for()
+    page.locator("[aria-label=examples] option").nth(1).wait_for(state="attached")
     page.locator(".tw-noting").fill("ends of words")
     page.keyboard.press("Tab")
     page.locator("summary").click()

@@ -23,25 +23,16 @@ MAX_ENTRIES = 800_000  # active neurons of all tokens: 2,048 tokens x 12 layers 
 PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, others to 24
 
 
-def leading(values: np.ndarray, bits: int) -> np.ndarray:
-    """Return float32 rounded to its leading bits (nearest, ties to even) as uint32. NaN stays NaN.
+def leading(values: np.ndarray, number: int) -> np.ndarray:
+    """Round float32 values to their leading bytes (nearest, ties to even). NaN stays NaN.
 
-    16 bits are bfloat16.
+    Two bytes are bfloat16. The other bytes are 0, which compress to nothing.
     """
     values = np.asarray(values, np.float32)
     whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
-    rest = 32 - bits
-    return ((whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest).astype(np.uint32)
-
-
-def leading_bytes(name: str, values: np.ndarray, number: int) -> dict[str, np.ndarray]:
-    """Return the leading bytes of float32 values as arrays name_0, name_1, ..., the first first.
-
-    Byte by byte they compress better.
-    """
-    whole = leading(values, 8 * number)
-    shifts = range(8 * (number - 1), -1, -8)
-    return {f"{name}_{n}": (whole >> shift).astype(np.uint8) for n, shift in enumerate(shifts)}
+    rest = 32 - 8 * number
+    rounded = (whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest << rest
+    return rounded.astype(np.uint32).view(np.float32)
 
 
 def least(numbers: np.ndarray) -> np.ndarray:
@@ -52,18 +43,16 @@ def least(numbers: np.ndarray) -> np.ndarray:
 def block(header: dict, arrays: dict[str, np.ndarray], level: int) -> bytes:
     """Return a header and arrays, compressed (zlib).
 
-    Inside: the length of the header as JSON (uint32), the header, and the arrays, little endian,
-    each at a multiple of 8 bytes after it; header["arrays"] lists (name, dtype, entries, offset).
+    Inside: the length of the header as JSON (uint32), the header, and the arrays one after the
+    other; header["arrays"] lists (name, dtype, entries). An array's first bytes of all entries come
+    first (little endian), then all second ones: so they compress better.
     """
-    header, offset = header | {"arrays": []}, 0
-    for name, array in arrays.items():
-        header["arrays"].append([name, array.dtype.str.lstrip("<|"), array.size, offset])
-        offset += -(-array.nbytes // 8) * 8
-    text = json.dumps(header).encode()
-    text += b" " * (-(4 + len(text)) % 8)
+    about = [(name, array.dtype.str.lstrip("<|"), array.size) for name, array in arrays.items()]
+    text = json.dumps(header | {"arrays": about}).encode()
     parts = [len(text).to_bytes(4, "little"), text]
     for array in arrays.values():
-        parts += [array.tobytes(), bytes(-array.nbytes % 8)]
+        entries = np.frombuffer(array.tobytes(), np.uint8).reshape(-1, array.itemsize)
+        parts.append(entries.T.tobytes())
     return zlib.compress(b"".join(parts), level)
 
 
@@ -83,7 +72,7 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
     }
     about, alike = compared(shown)
     for name, values in alike.items():
-        arrays |= leading_bytes(name, values, 2)
+        arrays[name] = leading(values, 2)
     header = {
         "sides": [_about(side, strongest) | {"precise": precise} for side in shown],
         **about,
@@ -135,19 +124,19 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "logprob": passage.logprob.astype(np.float32),
         "counts": least(counts),
         "tile_max": fullest_tile(passage).reshape(-1).astype(np.uint16),
-        **leading_bytes("total", total, 2),
-        **{f"gap_{n}": (gap >> 8 * n & 255).astype(np.uint8) for n in range(3)},
+        "total": leading(total, 2),
+        "gap": gap.astype(np.uint32),
+        "value": leading(passage.values[kept], 3 if precise else 2),
     }
-    arrays |= leading_bytes("value", passage.values[kept], 3 if precise else 2)
     if strongest is not None:
         arrays["fires"] = passage.neurons()[0].reshape(-1).astype(np.uint32)
     if side.aggregate is not None:
         fires = side.aggregate.neurons()[0].reshape(-1)
-        arrays |= leading_bytes("rate", fires / max(side.aggregate.num_tokens, 1), 2)
+        arrays["rate"] = leading(fires / max(side.aggregate.num_tokens, 1), 2)
     if side.predictions is not None:
         words = np.unique(side.predictions.ids, return_inverse=True)[1]
         arrays["expected"] = words.reshape(-1).astype(np.uint32)
-        arrays |= leading_bytes("probability", side.predictions.probability.reshape(-1), 2)
+        arrays["probability"] = leading(side.predictions.probability.reshape(-1), 2)
     return arrays
 
 

@@ -52,7 +52,7 @@ class Inspector(anywidget.AnyWidget):
     neuron = Int(None, allow_none=True).tag(sync=True)
     colour = Enum(COLOURS, "count").tag(sync=True)
     scale = Enum(SCALES, "all").tag(sync=True)
-    limit = Float(None, allow_none=True).tag(sync=True)
+    limit = Float(None, min=1e-30, allow_none=True).tag(sync=True)
     layers = traitlets.List(Int(), None, minlen=2, maxlen=2, allow_none=True).tag(sync=True)
     skip_first = Bool(True).tag(sync=True)
     compression = Enum((0, *COMPRESSIONS), 8).tag(sync=True)
@@ -121,13 +121,6 @@ class Inspector(anywidget.AnyWidget):
                     pass
         except (ValueError, IndexError, TypeError) as error:
             raise traitlets.TraitError(str(error)) from None
-        return value
-
-    @traitlets.validate("limit")
-    def _check_limit(self, proposal: dict) -> float | None:
-        value = proposal["value"]
-        if value is not None and not value > 0:
-            raise traitlets.TraitError(f"limit is {value}; it has to be above 0, or None")
         return value
 
     def _asked(self, _: Inspector, message: dict, __: list) -> None:

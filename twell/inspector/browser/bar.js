@@ -1,9 +1,8 @@
 // The controls above the passage, one or more for each trait of the view.
 
-import { button, element, select } from "./elements.js";
-import { help, labelled, numberBox } from "./parts.js";
+import { range } from "./data.js";
+import { button, element, help, labelled, numberBox, select } from "./elements.js";
 
-const COLOURS = { count: "active neurons", neuron: "one neuron", surprise: "surprise" };
 const SCALES = [
   ["all", "the same for all"],
   ["layer", "each layer its own"],
@@ -14,7 +13,6 @@ const ABOUT_FIRST =
 const MARK = "mark overflow of tiles at this compression";
 
 export function bar(state) {
-  const { aligned } = state.header;
   const put = (trait) => (value) => state.put({ [trait]: value });
   const box = (trait, name) =>
     element(
@@ -23,40 +21,29 @@ export function bar(state) {
         ...{ type: "checkbox", checked: state.get(trait), "aria-label": name },
         onchange: ({ target }) => put(trait)(target.checked),
       }),
-      element("span", name),
+      name,
     );
   // Without a selected neuron none can colour the passage.
   const lacking = state.selected().neuron === null;
   const chosen = state.get("colour");
   const colour = chosen === "neuron" && lacking ? "count" : chosen;
+  const colours = [["count", "active neurons"], ["neuron", "one neuron"], ["surprise", "surprise"]];
   const scales = SCALES.filter(([name]) => name !== "neuron" || colour === "neuron");
   const off = { disabled: colour === "surprise" };
+  const colouring = select("colour", colours, colour, put("colour"));
+  if (lacking)
+    Object.assign(colouring.options[1], { disabled: true, title: "click a neuron first" });
   return element(
     "div.tw-bar",
     { role: "toolbar", "aria-label": "what is shown" },
-    colours(colour, lacking, put("colour")),
+    labelled("Colour", colouring),
     labelled("Scale", select("colour scale", scales, state.get("scale"), put("scale"), off)),
     state.scaling(colour) === "all" && limit(state),
     layers(state),
     overflow(state, put("compression")),
     element("span.tw-group", box("skip_first", "without first tokens"), help(ABOUT_FIRST)),
-    aligned && box("difference", "right: difference to left"),
+    state.header.aligned && box("difference", "right: difference to left"),
     element("span.tw-group.tw-end", presets(state), state.model.link && copier(state.model)),
-  );
-}
-
-function colours(colour, lacking, choose) {
-  const options = Object.entries(COLOURS).map(([value, name]) => {
-    const disabled = value === "neuron" && lacking;
-    const title = disabled && "click a neuron first";
-    const attributes = { role: "radio", "aria-checked": String(value === colour) };
-    return button(".tw-option", () => choose(value), { ...attributes, disabled, title }, name);
-  });
-  return element(
-    "div.tw-group",
-    { role: "radiogroup", "aria-label": "colour" },
-    element("span", "Colour"),
-    element("span.tw-options", options),
   );
 }
 
@@ -69,17 +56,18 @@ function limit(state) {
 
 function layers(state) {
   const last = Math.max(...state.sides.map((side) => side.L)) - 1;
-  const numbers = Array.from({ length: last + 1 }, (_, n) => [n, String(n)]);
+  const numbers = range(0, last).map((n) => [n, String(n)]);
   const shown = state.get("layers") ?? [0, last];
-  const bound = (end, name) =>
-    select(name, numbers, shown[end], (layer) => {
-      const range = [...shown];
-      range[end] = layer;
-      if (range[0] > range[1]) range[1 - end] = layer;
-      state.put({ layers: range[0] === 0 && range[1] === last ? null : range });
-    });
-  const between = element("span", "to");
-  return labelled("Layers", bound(0, "first layer"), between, bound(1, "last layer"));
+  const put = (first, end) =>
+    state.put({ layers: first === 0 && end === last ? null : [first, end] });
+  const from = (layer) => put(layer, Math.max(layer, shown[1]));
+  const to = (layer) => put(Math.min(layer, shown[0]), layer);
+  return labelled(
+    "Layers",
+    select("first layer", numbers, shown[0], from),
+    "to",
+    select("last layer", numbers, shown[1], to),
+  );
 }
 
 function overflow(state, choose) {

@@ -1,9 +1,9 @@
 // Finding neurons: a search, a scatter to brush, and the list of what was found.
 
-import { button, element, refill, select } from "./elements.js";
-import { labelled, pill } from "./parts.js";
+import { range } from "./data.js";
+import { button, element, labelled, pill, refill, select, table } from "./elements.js";
 import { Scatter } from "./scatter.js";
-import { QUERY, search, SORTS, STATES, UPRIGHT, WHERE } from "./search.js";
+import { search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
 const ROWS = 50; // of the list, and so many more when asked for
@@ -26,7 +26,7 @@ export class Browse {
     this.left = element("span.tw-group");
     this.right = element("span.tw-group");
     this.count = element("span.tw-quiet", { role: "status" });
-    this.list = element("div.tw-found");
+    this.list = element("div.tw-found.tw-scrolled");
     const toggled = () => {
       if (this.node.open !== this.state.query.finding) this.ask({ finding: this.node.open });
     };
@@ -44,18 +44,14 @@ export class Browse {
     const { query } = this.state;
     const among = (part, names, label = part) =>
       select(label, Object.entries(names), query[part], (value) => this.ask({ [part]: value }));
-    const layers = Array.from({ length: L }, (_, layer) => [layer, `layer ${layer}`]);
+    const layers = range(0, L - 1).map((layer) => [layer, `layer ${layer}`]);
     const inside = (within) => this.ask({ within });
-    // What was brushed belongs to its axes.
-    const turn = (upright) => this.ask({ upright, box: null });
-    const axis = select("upright axis", Object.entries(UPRIGHT), query.upright, turn);
     refill(this.left, among("where", WHERE));
     refill(
       this.right,
       select("layer", [[null, "all layers"], ...layers], query.within, inside),
       among("state", STATES),
       labelled("sorted by", among("sort", SORTS)),
-      labelled("upright", axis),
     );
     if (this.text.value !== query.words) this.text.value = query.words;
   }
@@ -105,7 +101,7 @@ export class Browse {
     const overview = catalog.chunk("overview");
     if (overview && !overview.error) {
       const selected = layer === null || neuron === null ? null : layer * overview.N + neuron;
-      this.scatter.draw(overview, this.answer.found, selected, query);
+      this.scatter.draw(overview, this.answer.found, selected, query.box);
       this.list.querySelector("[aria-current]")?.removeAttribute("aria-current");
       this.list.querySelector(`[data-index="${selected}"]`)?.setAttribute("aria-current", "true");
     }
@@ -124,14 +120,6 @@ export class Browse {
     const status = error ?? (waiting ? "loading \u2026" : number);
     refill(this.count, status, brushed && [" \u00b7 ", brushed]);
     this.fill(catalog, overview);
-    if (!waiting && overview?.fires) this.prepare(catalog);
-  }
-
-  // Read the text before it is asked for.
-  prepare(catalog) {
-    if (!catalog.chunk("text")) return;
-    setTimeout(() => search(catalog, { ...QUERY, words: "\0\0" }));
-    this.prepare = () => {};
   }
 
   fill(catalog, overview) {
@@ -145,11 +133,11 @@ export class Browse {
       element("b", `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`),
       known && element("span", percent(known[index] / overview.about.tokens)),
       known && element("span", number(overview.strength[index])),
-      known && element("span.tw-peaks", overview.peaksOf(index).map((text) => pill(text))),
+      known && element("span.tw-chips", overview.peaksOf(index).map((text) => pill(text))),
       match && element("span", matched(score[index])),
     ];
     const row = (index) =>
-      button(".tw-hit", () => this.choose(index), { data: { index } }, cells(index));
+      button(".tw-item.tw-hit", () => this.choose(index), { data: { index } }, cells(index));
     const shown = found.slice(0, this.rows);
     const add = () => {
       this.rows += ROWS;
@@ -157,11 +145,10 @@ export class Browse {
     };
     const names = ["neuron", ...(known ? ["fires", "mean |h|", "fires most at"] : [])];
     if (match) names.push("match");
-    this.list.className = `tw-found${known ? " tw-known" : ""}${match ? " tw-matched" : ""}`;
+    const columns = known ? "66px 48px 54px minmax(0, 1fr) auto" : "66px auto";
     refill(
       this.list,
-      shown.length > 0 && element("div.tw-hit.tw-names", names.map((one) => element("span", one))),
-      shown.map(row),
+      shown.length > 0 && table(columns, names, shown.map(row)),
       found.length > shown.length && button(".tw-link.tw-more", add, `show ${ROWS} more`),
     );
   }

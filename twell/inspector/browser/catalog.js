@@ -60,13 +60,9 @@ export class Catalog {
 }
 
 class Overview {
-  constructor({ header, array, floats }) {
-    this.about = header;
-    this.N = header.neurons;
-    this.L = header.layers;
-    this.fires = array("fires"); // undefined without an aggregate
-    this.peaks = array("peaks");
-    for (const name of ["mean", "strength", "largest"]) this[name] = floats(name);
+  // fires, peaks, mean, strength and largest: undefined without an aggregate.
+  constructor({ header, arrays }) {
+    Object.assign(this, arrays, { about: header, N: header.neurons, L: header.layers });
     this.places = this.fires ? header.top + header.quantiles.length : 0; // of each neuron
     this.width = this.fires ? header.before + 1 + header.after : 0; // tokens of an example
   }
@@ -86,31 +82,18 @@ class Overview {
   }
 }
 
-// The text around all examples: tokens in the order of the text, with gaps.
+// The text around all examples: tokens in the order of the text, with gaps. text: of each token its
+// string; position: in its sequence; at: of each place its index here, from 1; 0: none.
 class Text {
-  constructor({ array }, { about }) {
-    Object.assign(this, { about, strings: about.strings });
-    this.token = array("text"); // index of the strings
-    this.at = array("at"); // of each place: its index here, from 1; 0: none
-    const gap = array("gap");
-    const lengths = array("lengths");
-    const size = gap.length;
-    this.sequence = new Uint32Array(size);
-    this.position = new Uint32Array(size); // in its sequence
-    let sequence = 0;
-    let position = 0;
-    for (let at = 0; at < size; at++) {
-      position += gap[at];
-      while (position >= lengths[sequence]) position -= lengths[sequence++];
-      this.sequence[at] = sequence;
-      this.position[at] = position;
-    }
+  constructor({ arrays: { text, sequence, position, at } }, { about }) {
+    Object.assign(this, { about, strings: about.strings, token: text, sequence, position, at });
     // The first and the last token of the run without gaps that a token is in.
+    const size = text.length;
     this.first = new Uint32Array(size);
     this.last = new Uint32Array(size).fill(size - 1);
-    const goesOn = (at) => gap[at] === 1 && this.position[at] > 0;
-    for (let at = 1; at < size; at++) this.first[at] = goesOn(at) ? this.first[at - 1] : at;
-    for (let at = size - 2; at >= 0; at--) this.last[at] = goesOn(at + 1) ? this.last[at + 1] : at;
+    const goesOn = (n) => sequence[n] === sequence[n - 1] && position[n] === position[n - 1] + 1;
+    for (let n = 1; n < size; n++) this.first[n] = goesOn(n) ? this.first[n - 1] : n;
+    for (let n = size - 2; n >= 0; n--) this.last[n] = goesOn(n + 1) ? this.last[n + 1] : n;
   }
 
   // The first and the last token of the example around one.
@@ -120,15 +103,15 @@ class Text {
   }
 }
 
-function readLayer(card, { array, floats }, neuron) {
+function readLayer(card, { arrays }, neuron) {
   const { overview } = card;
   const rowOf = (values, size) => values.subarray(neuron * size, (neuron + 1) * size);
   const { together, near } = overview.about;
-  card.histogram = Array.from(rowOf(array("histogram"), card.edges.length - 1));
-  card.values = rowOf(floats("value"), overview.places);
-  card.near = near ? rowOf(array("near"), overview.places * overview.width) : null;
-  const phi = rowOf(floats("phi"), together);
-  card.together = Array.from(rowOf(array("together"), together), (other, n) => [other - 1, phi[n]]);
+  card.histogram = Array.from(rowOf(arrays.histogram, card.edges.length - 1));
+  card.values = rowOf(arrays.value, overview.places);
+  card.near = near ? rowOf(arrays.near, overview.places * overview.width) : null;
+  const phi = rowOf(arrays.phi, together);
+  card.together = Array.from(rowOf(arrays.together, together), (other, n) => [other - 1, phi[n]]);
   card.together = card.together.filter(([other]) => other >= 0);
 }
 
@@ -162,21 +145,21 @@ function readExamples(card, text, layer, neuron) {
   card.quantiles = examples.filter(({ quantile }) => quantile !== null);
 }
 
-function readWords(card, { header, array, floats }, neuron) {
+function readWords(card, { header, arrays }, neuron) {
   const { N } = card.overview;
   const rowOf = (values) => {
     const each = values.length / N;
     return values.subarray(neuron * each, (neuron + 1) * each);
   };
-  if (array("word")) {
-    const change = rowOf(floats("change"));
-    const words = Array.from(rowOf(array("word")), (word, n) => [header.strings[word], change[n]]);
+  if (arrays.word) {
+    const change = rowOf(arrays.change);
+    const words = Array.from(rowOf(arrays.word), (word, n) => [header.strings[word], change[n]]);
     card.promotes = words.slice(0, words.length / 2);
     card.suppresses = words.slice(words.length / 2);
   }
   card.like = header.like.map((name) => {
-    const cosine = rowOf(floats(`${name}_cosine`));
+    const cosine = rowOf(arrays[`${name}_cosine`]);
     const pair = (at, n) => [Math.floor(at / N), at % N, cosine[n]];
-    return [name, Array.from(rowOf(array(name)), pair)];
+    return [name, Array.from(rowOf(arrays[name]), pair)];
   });
 }

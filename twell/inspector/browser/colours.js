@@ -74,11 +74,14 @@ export function isDark(element) {
 // Make a view light or dark. Return its ramps, and the colours of its style that canvases use.
 export function themeOf(root, palettes) {
   const dark = isDark(root.parentElement);
-  root.classList.toggle("tw-dark", dark);
-  const { sequential, diverging } = palettes[dark ? "dark" : "light"];
-  const style = getComputedStyle(root);
+  const theme = dark ? "dark" : "light";
+  root.style.colorScheme = theme;
+  const { sequential, diverging } = palettes[theme];
   const ramps = { dark, sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
-  for (const name of ["cell", "out", "over", "muted", "accent"])
-    ramps[name] = style.getPropertyValue(`--tw-${name}`).trim();
+  for (const name of ["cell", "out", "over", "muted", "accent"]) {
+    root.style.color = `var(--tw-${name})`;
+    ramps[name] = getComputedStyle(root).color.match(/\d+/g).map(Number);
+  }
+  root.style.color = "";
   return ramps;
 }

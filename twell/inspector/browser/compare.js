@@ -1,8 +1,7 @@
 // Two sides beside each other: which neurons changed most, how alike the selected one is in two
 // models, and what was changed in a live model.
 
-import { button, element } from "./elements.js";
-import { closer, help, labelled, numberBox, quiet } from "./parts.js";
+import { button, closer, element, help, labelled, numberBox, quiet, table } from "./elements.js";
 import { number, percent, signed } from "./words.js";
 
 const ABOUT_CHANGED =
@@ -27,7 +26,7 @@ export function changedCard(state) {
     const chosen = selected.layer === layer && selected.neuron === neuron;
     const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
-      ".tw-entry",
+      ".tw-item.tw-entry",
       () => state.chooseNeuron(selected.side, layer, neuron),
       { "aria-pressed": String(chosen) },
       element("span", `${layer} \u00b7 ${neuron}`),
@@ -35,13 +34,13 @@ export function changedCard(state) {
       state.sides.map(share),
     );
   });
-  const names = ["neuron", "change", "fires left", "right"].map((name) => element("span", name));
+  const names = ["neuron", "change", "fires left", "right"];
   return element(
     "section.tw-card.tw-changed-most",
     { "aria-label": "neurons that changed most" },
     element("div.tw-card-head", element("h4", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
-      ? element("div.tw-table", element("div.tw-entry.tw-names", names), rows)
+      ? table("repeat(4, minmax(0, 80px))", names, rows)
       : quiet("No value of any neuron differs in this text."),
   );
 }

@@ -15,42 +15,35 @@ export function fromBase64(text) {
   return data;
 }
 
-// Return a block's header, and functions that return an array, or floats of which the leading bytes
-// were packed, by name; undefined if the block has no such array.
+// Return a block's header, and its arrays by name.
 export async function readBlock(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
-  const start = 4 + new DataView(buffer).getUint32(0, true);
-  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, start - 4)));
+  let at = 4 + new DataView(buffer).getUint32(0, true);
+  const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, at - 4)));
   const arrays = {};
-  for (const [name, type, length, at] of header.arrays)
-    arrays[name] = new ARRAYS[type](buffer, start + at, length);
-  const array = (name) => arrays[name];
-  const floats = (name) => {
-    const planes = [0, 1, 2].map((byte) => arrays[`${name}_${byte}`]).filter(Boolean);
-    if (planes.length) arrays[name] ??= fromBytes(planes);
-    return arrays[name];
-  };
-  return { header, array, floats };
-}
-
-// float32 from its leading bytes, the first first.
-function fromBytes(planes) {
-  const bits = new Uint32Array(planes[0].length);
-  planes.forEach((plane, place) => {
-    for (let n = 0; n < bits.length; n++) bits[n] |= plane[n] << (24 - 8 * place);
-  });
-  return new Float32Array(bits.buffer);
+  for (const [name, type, length] of header.arrays) {
+    const array = new ARRAYS[type](length);
+    const size = array.BYTES_PER_ELEMENT;
+    const packed = new Uint8Array(buffer, at, length * size);
+    const entries = new Uint8Array(array.buffer);
+    for (let byte = 0; byte < size; byte++)
+      for (let n = 0; n < length; n++) entries[n * size + byte] = packed[byte * length + n];
+    arrays[name] = array;
+    at += length * size;
+  }
+  return { header, arrays };
 }
 
 export async function unpack(bytes) {
-  const { header, array, floats } = await readBlock(bytes);
-  const sides = header.sides.map((about, number) => {
-    const own = (read) => (name) => read(`${number}.${name}`);
-    return new Side(number, about, own(array), own(floats));
-  });
-  header.alike = ["alike_in", "alike_out"].map(floats); // cosines [L * N], of two models
+  const { header, arrays } = await readBlock(bytes);
+  const sides = header.sides.map((about, number) => new Side(number, about, arrays));
+  header.alike = [arrays.alike_in, arrays.alike_out]; // cosines [L * N], of two models
   return { header, sides };
+}
+
+export function range(first, last) {
+  return Array.from({ length: last - first + 1 }, (_, n) => first + n);
 }
 
 // The value with the largest size; 0 if there is none. NaN does not count.
@@ -61,29 +54,22 @@ export function strongestOf(values) {
 // One passage: T tokens under a model of L layers with N neurons each. A row is a layer and a
 // token, layer * T + token.
 class Side {
-  constructor(number, about, array, floats) {
+  constructor(number, about, arrays) {
     Object.assign(this, { number, about, T: about.tokens, L: about.layers, N: about.neurons });
-    for (const name of ["token", "starts", "position", "logprob", "counts", "fires", "expected"])
-      this[name] = array(name);
-    for (const name of ["total", "value", "rate", "probability"]) this[name] = floats(name);
-    this.tileMax = array("tile_max");
+    for (const [name, array] of Object.entries(arrays))
+      if (name.startsWith(`${number}.`)) this[name.slice(2)] = array;
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
     this.special = new Set(about.special);
-    this.unpackNeurons([0, 1, 2].map((n) => array(`gap_${n}`)), about.strongest ?? Infinity);
-  }
-
-  // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
-  unpackNeurons([low, middle, high], most) {
+    // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
+    const most = about.strongest ?? Infinity;
     this.pointer = new Uint32Array(this.counts.length + 1);
-    this.neuron = new Uint32Array(low.length);
-    for (let row = 0; row < this.counts.length; row++) {
-      this.pointer[row + 1] = this.pointer[row] + Math.min(this.counts[row], most);
+    this.neuron = new Uint32Array(this.gap.length);
+    this.counts.forEach((count, row) => {
+      const end = (this.pointer[row + 1] = this.pointer[row] + Math.min(count, most));
       let neuron = 0;
-      for (let at = this.pointer[row]; at < this.pointer[row + 1]; at++) {
-        neuron += low[at] | (middle[at] << 8) | (high[at] << 16);
-        this.neuron[at] = neuron;
-      }
-    }
+      for (let at = this.pointer[row]; at < end; at++)
+        this.neuron[at] = neuron += this.gap[at];
+    });
   }
 
   text(token) {
@@ -107,19 +93,14 @@ class Side {
 
   // The characters that a token of bytes makes with its neighbours; "" if they are not whole.
   characters(token) {
-    if (!BYTES.test(this.text(token))) return "";
-    const sequence = this.sequenceOf(token);
-    const bytesOf = (at) =>
-      at < this.starts[sequence] || at >= this.starts[sequence + 1] || !BYTES.test(this.text(at))
-        ? []
-        : this.text(at).match(/[0-9A-F]{2}(?=>)/g).map((hex) => parseInt(hex, 16));
-    const goesOn = (at) => bytesOf(at)[0] >> 6 === 2;
-    let from = token;
-    let to = token + 1;
-    while (goesOn(from) && bytesOf(from - 1).length) from--;
-    while (goesOn(to)) to++;
-    const bytes = Array.from({ length: to - from }, (_, n) => bytesOf(from + n)).flat();
-    const text = new TextDecoder().decode(new Uint8Array(bytes));
+    const isBytes = (at) => BYTES.test(this.text(at));
+    if (!isBytes(token)) return "";
+    let [from, to] = [token, token + 1];
+    while (this.position[from] && isBytes(from - 1)) from--;
+    while (this.position[to] && isBytes(to)) to++;
+    const hex = range(from, to - 1).map((at) => this.text(at)).join("").match(/[0-9A-F]{2}(?=>)/g);
+    const bytes = Uint8Array.from(hex, (digits) => parseInt(digits, 16));
+    const text = new TextDecoder().decode(bytes);
     return text.includes("\ufffd") ? "" : text;
   }
 
@@ -149,7 +130,7 @@ class Side {
   }
 
   fullestTile(layer, token) {
-    return this.tileMax[layer * this.T + token];
+    return this.tile_max[layer * this.T + token];
   }
 
   // The kept neurons of a token and layer, strongest first.
@@ -165,20 +146,16 @@ class Side {
     return entries.slice(0, most);
   }
 
-  // The firings of a neuron: tokens ascending, with their values. Neurons of a row ascend.
+  // The firings of a neuron: tokens ascending, with their values.
   column(layer, neuron) {
     const [tokens, values] = [[], []];
     for (let token = 0; token < this.T; token++) {
-      let from = this.pointer[layer * this.T + token];
-      const end = this.pointer[layer * this.T + token + 1];
-      for (let to = end; from < to; ) {
-        const middle = (from + to) >> 1;
-        if (this.neuron[middle] < neuron) from = middle + 1;
-        else to = middle;
-      }
-      if (from === end || this.neuron[from] !== neuron) continue;
+      const row = layer * this.T + token;
+      const from = this.pointer[row];
+      const at = this.neuron.subarray(from, this.pointer[row + 1]).indexOf(neuron);
+      if (at < 0) continue;
       tokens.push(token);
-      values.push(this.value[from]);
+      values.push(this.value[from + at]);
     }
     return { tokens, values };
   }
@@ -193,12 +170,6 @@ class Side {
 
   firings(layer, neuron) {
     return this.fires?.[layer * this.N + neuron] ?? this.column(layer, neuron).tokens.length;
-  }
-
-  // One value a token as a row of numbers; NaN for the tokens that are left out.
-  included(valueOf, skipFirst) {
-    const value = (_, token) => (skipFirst && !this.position[token] ? NaN : valueOf(token));
-    return Float32Array.from({ length: this.T }, value);
   }
 
   // Mean active neurons of each token over these layers.

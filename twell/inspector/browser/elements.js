@@ -1,4 +1,6 @@
-// Helpers that make and replace the elements of the view.
+// Helpers that make and replace the elements of the view, and small parts that several cards share.
+
+import { BYTES, signed } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const CONTROLS = "button, select, input";
@@ -62,9 +64,102 @@ export function refill(parent, ...nodes) {
   parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
   if (place < 0) return;
   const now = controls()[place];
-  now?.focus({ preventScroll: true });
+  now?.focus(); // a list scrolls to it
   if (now && typeof active.selectionStart === "number") {
     now.value = active.value;
     now.setSelectionRange(active.selectionStart, active.selectionEnd);
   }
+}
+
+// Would not be seen, or would move other text: controls, format characters, separators, white space
+// but the space itself. Joiners inside emoji and words stay.
+const HIDDEN = /((?!(?<=\S)\u200d)[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}]|(?! )\p{Zs})/u;
+
+// The text of a token as nodes in which everything can be seen. breaks: a line of text ends at a
+// newline. The font shows spaces (dots.css).
+export function pieces(text, breaks = false) {
+  if (BYTES.test(text)) return [element("span.tw-bytes", text)];
+  if (!text) return [element("span.tw-bytes", "empty")];
+  const parts = text.split(HIDDEN).filter(Boolean);
+  return parts.map((part, n) => {
+    if (part === "\n") {
+      const line = breaks && n < parts.length - 1 && element("br");
+      return [element("span.tw-mark", "\u23ce"), line];
+    }
+    if (part === "\t") return element("span.tw-mark", "\u21e5\u00a0\u00a0");
+    if (!HIDDEN.test(part)) return part;
+    const code = part.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+    return element("span.tw-bytes", `U+${code}`);
+  });
+}
+
+export function pill(text, special = false) {
+  const classes = special ? "tw-pill.tw-special" : "tw-pill";
+  return element(`span.${classes}`, { dir: "auto" }, pieces(text));
+}
+
+export function tokenPill(side, token) {
+  return pill(side.text(token), side.isSpecial(token));
+}
+
+// A word with a number, and a smaller number beside it.
+export function wordWith(classes, text, value, more, title) {
+  const small = more && element("small", { title }, more);
+  return element(`span.tw-word${classes}`, pill(text), element("b", value), small);
+}
+
+export function fact(name, value) {
+  return element("div.tw-fact", element("span", name), element("b", value));
+}
+
+export function quiet(...parts) {
+  return element("p.tw-quiet", ...parts);
+}
+
+// A control with a name before it.
+export function labelled(name, ...controls) {
+  return element("label.tw-group", name, controls);
+}
+
+// A box for a number. choose(number) is called when the reader has typed one, with null if the box
+// was emptied.
+export function numberBox(label, value, choose, attributes = {}) {
+  return element("input.tw-number", {
+    ...{ type: "number", step: "any", value: value ?? "", "aria-label": label },
+    onchange: ({ target }) => choose(target.value === "" ? null : Number(target.value)),
+    ...attributes,
+  });
+}
+
+// A question mark that explains a label in one sentence: below the pointer, or in a box when it is
+// pressed.
+export function help(sentence) {
+  const box = element("div.tw-tip", { popover: "auto" }, sentence);
+  const about = { type: "button", title: sentence, "aria-label": "explanation" };
+  const mark = element("button.tw-help", about, "?");
+  mark.popoverTargetElement = box;
+  return [mark, box];
+}
+
+export function closer(label, act) {
+  return button(".tw-close", act, { "aria-label": label, title: label }, "\u00d7");
+}
+
+// A table of rows that are buttons (".tw-item"). columns: their widths; names: their titles.
+export function table(columns, names, rows) {
+  const head = element("div.tw-item.tw-names", names.map((name) => element("span", name)));
+  return element("div.tw-table", { style: { gridTemplateColumns: columns } }, head, rows);
+}
+
+// A neuron with a number.
+export function chip(name, value, digits, ...attributes) {
+  const classes = value < 0 ? "button.tw-chip.tw-minus" : "button.tw-chip";
+  const number = element("b", signed(value, digits));
+  return element(classes, { type: "button" }, attributes, element("span", name), number);
+}
+
+// A horizontal bar with a number on it. share: its length, from 0 to 1.
+export function countBar(share, value, ...marks) {
+  const bar = element("i", { style: { width: `${100 * share}%` } });
+  return element("span.tw-count", bar, element("b", value), marks);
 }

@@ -2,17 +2,16 @@
 
 import { makeScale } from "./colours.js";
 import { alikeness, changeControls } from "./compare.js";
-import { strongestOf } from "./data.js";
-import { button, element } from "./elements.js";
+import { range, strongestOf } from "./data.js";
+import { button, chip, closer, element, fact } from "./elements.js";
+import { labelled, numberBox, pieces, quiet, select, wordWith } from "./elements.js";
 import { drawHistogram, histograms, pairsOf } from "./histogram.js";
-import { closer, fact, quiet, wordWith } from "./parts.js";
-import { direction, integer, number, percent, pieces, signed } from "./words.js";
+import { integer, number, percent, signed } from "./words.js";
 
-const NEAR = 8; // places where a neuron fires
-const FAR = 200; // when all are asked for
+const NEAR = 50; // places in the passage where a neuron fires most
 const BEFORE = 24; // tokens of the passage around a place
 const AFTER = 12;
-const TABS = { passage: "here", top: "strongest of all", quantiles: "quantiles" };
+const PLACES = { passage: "here", top: "strongest of all", quantiles: "quantiles" };
 const SHARED_AXES = "Both histograms have the same bins and the same axes.";
 const ONLY_PLACES =
   "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
@@ -34,15 +33,13 @@ export class NeuronCard {
   constructor(cards) {
     this.cards = cards;
     this.state = cards.state;
-    this.places = "passage"; // the tab that is open
-    this.far = false; // all places in the passage are listed
+    this.places = "passage"; // which examples are shown
   }
 
   build(side, layer, neuron) {
     const card = side.catalog?.card(layer, neuron);
     const known = card && !card.error ? card : {};
     const choose = (...other) => this.state.chooseNeuron(side, ...other);
-    const tab = this.openTab(side, known);
     return element(
       "section.tw-card.tw-neuron",
       { "aria-label": "neuron" },
@@ -54,7 +51,7 @@ export class NeuronCard {
       element(
         "div.tw-neuron-body",
         this.statistics(side, layer, neuron, known),
-        element("div.tw-places", this.tabs(tab), this.placesOf(tab, side, layer, neuron, known)),
+        this.examples(side, layer, neuron, known),
       ),
       element("div.tw-kinds", neighbours(known, layer, choose)),
       this.missing(side, card),
@@ -132,36 +129,35 @@ export class NeuronCard {
     return [...lines].map((line) => quiet(line));
   }
 
-  // The tab that is shown among those that there are.
-  openTab(side, known) {
+  // Examples: those of the passage, the strongest of all, or those at quantiles.
+  examples(side, layer, neuron, known) {
     const far = known.top?.length ? ["top", "quantiles"] : [];
     const kinds = [...(side.T ? ["passage"] : []), ...far];
-    return { kinds, shown: kinds.includes(this.places) ? this.places : kinds[0] };
-  }
-
-  tabs({ kinds, shown }) {
-    const tab = (kind) => {
-      const open = () => {
-        this.places = kind;
-        this.cards.show();
-      };
-      return button("", open, { role: "tab", "aria-selected": String(kind === shown) }, TABS[kind]);
+    const kind = kinds.includes(this.places) ? this.places : kinds[0];
+    const choose = (places) => {
+      this.places = places;
+      this.cards.show();
     };
-    return element("div.tw-tabs", { role: "tablist" }, kinds.map(tab));
+    const names = kinds.map((one) => [one, PLACES[one]]);
+    const here = kind === "passage";
+    return element(
+      "div.tw-places",
+      kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
+      element(
+        "div.tw-scrolled",
+        here && this.placesHere(side, layer, neuron),
+        known[kind]?.map((example) => this.placeFar(side, example, known.largest)),
+      ),
+      far.includes(kind) && !known.near && quiet(ONLY_PLACES),
+    );
   }
 
-  placesOf({ shown }, side, layer, neuron, known) {
-    if (shown === "passage") return this.placesHere(side, layer, neuron);
-    const examples = known[shown] ?? [];
-    const lines = examples.map((example) => {
-      const token = side.find(example.tokens, example.here);
-      const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
-      const go = token !== null && (() => this.state.choose(side, { token }));
-      const title = go ? `${where}; go to it in the passage` : where;
-      return this.exampleLine(example, known.largest, title, go);
-    });
-    const plain = examples.length && examples.every(({ shades }) => shades.includes(null));
-    return [...lines, plain ? quiet(ONLY_PLACES) : null];
+  // An example of the aggregate; a click goes to its place in the passage, if it is from there.
+  placeFar(side, example, largest) {
+    const token = side.find(example.tokens, example.here);
+    const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
+    const go = token !== null && (() => this.state.choose(side, { token }));
+    return this.exampleLine(example, largest, where, go);
   }
 
   // Where in the passage the neuron fires, strongest first; a click goes there.
@@ -172,19 +168,12 @@ export class NeuronCard {
     order.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
     const largest = Math.abs(values[order[0]]);
     const shades = new Map(order.map((n) => [tokens[n], values[n]]));
-    const rows = order.slice(0, this.far ? FAR : NEAR).map((n) => {
+    return order.slice(0, NEAR).map((n) => {
       const { [n]: token } = tokens;
       const go = () => this.state.choose(side, { token });
       const example = { value: values[n], quantile: null, ...around(side, token, shades) };
       return this.exampleLine(example, largest, `go to token ${integer(token)}`, go);
     });
-    const most = Math.min(order.length, FAR);
-    const openAll = () => {
-      this.far = true;
-      this.cards.show();
-    };
-    const name = `show ${most === order.length ? "all " : ""}${most}`;
-    return [...rows, most > rows.length && button(".tw-link.tw-more", openAll, name)];
   }
 
   // An example with every token shaded by its h; tokens without a shade are one text node.
@@ -199,8 +188,7 @@ export class NeuronCard {
       const tag = n === here ? "mark" : "span";
       return element(tag, { style, title: `h ${signed(h)}` }, pieces(text));
     };
-    const dir = direction(tokens.join(""));
-    const line = element("span.tw-example", { dir }, tokens.map(shaded));
+    const line = element("span.tw-example", { dir: "auto" }, tokens.map(shaded));
     line.normalize();
     const parts = [
       element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
@@ -217,7 +205,7 @@ function around(side, token, values) {
   const sequence = side.sequenceOf(token);
   const first = Math.max(side.starts[sequence], token - BEFORE);
   const last = Math.min(side.starts[sequence + 1] - 1, token + AFTER);
-  const numbers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
+  const numbers = range(first, last);
   return {
     tokens: numbers.map((n) => side.text(n)),
     shades: numbers.map((n) => values.get(n) ?? 0),
@@ -226,14 +214,10 @@ function around(side, token, values) {
 }
 
 function picker(label, value, most, choose) {
-  return element("input.tw-number", {
-    ...{ type: "number", min: "0", max: String(most), value: String(value), "aria-label": label },
-    onchange: ({ target }) => {
-      const number = Math.round(Number(target.value));
-      if (target.value !== "" && number >= 0 && number <= most) choose(number);
-      else target.value = String(value);
-    },
-  });
+  const onchange = ({ target }) =>
+    target.checkValidity() ? choose(target.valueAsNumber) : (target.value = String(value));
+  const range = { min: "0", max: String(most), step: "1", required: true };
+  return numberBox(label, value, null, { ...range, onchange });
 }
 
 // One's own note: a box if it can be kept, else its text.
@@ -255,38 +239,34 @@ function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
     const inside = histogram.filter((_, bin) => (edges[bin] < 0 ? -1 : 1) === sign);
     return ` (${percent(inside.reduce((sum, count) => sum + count, 0) / fires)})`;
   };
-  const list = (title, words, h, sign) => {
-    const about = `logit at h = ${h}, against the mean over all words`;
+  const list = (title, words, sign = 1) => {
+    const about = "change of the logit at |h| = 1, against the mean over all words";
     const word = ([text, change]) => wordWith("", text, "", signed(sign * change), about);
     return element("div", element("h5", title), element("div.tw-words", words.map(word)));
   };
   const lists = gated
     ? [
-        list(`when positive${share(1)} it promotes`, promotes, "1", 1),
-        list(`when negative${share(-1)} it promotes`, suppresses, "\u22121", -1),
+        list(`when positive${share(1)} it promotes`, promotes),
+        list(`when negative${share(-1)} it promotes`, suppresses, -1),
       ]
-    : [list("promotes", promotes, "1", 1), list("suppresses", suppresses, "1", 1)];
+    : [list("promotes", promotes), list("suppresses", suppresses)];
   const swapped = "With the other sign of h it suppresses these words. Numbers: logits at |h| = 1.";
   return element("div", element("div.tw-both-words", lists), gated && quiet(swapped));
 }
 
 // Neurons of the same layer, then of all; a click selects one.
 function neighbours({ like = [], together = [] }, layer, choose) {
-  const chip = ([of, neuron, size], named) =>
-    button(
-      size < 0 ? ".tw-chip.tw-minus" : ".tw-chip",
-      () => choose(of, neuron),
-      { title: `layer ${of}, neuron ${neuron}` },
-      element("span", named ? `${of} \u00b7 ${neuron}` : String(neuron)),
-      element("b", signed(size, 2)),
-    );
+  const one = ([of, neuron, size], named) => {
+    const about = { onclick: () => choose(of, neuron), title: `layer ${of}, neuron ${neuron}` };
+    return chip(named ? `${of} \u00b7 ${neuron}` : neuron, size, 2, about);
+  };
   const here = together.map(([neuron, phi]) => [layer, neuron, phi]);
   const lists = [...(here.length ? [["together", here]] : []), ...like];
   const part = (heading, kinds, named) => {
     const rows = lists.filter(([name]) => kinds[name]).map(([name, neurons]) => {
       const [label, title] = kinds[name];
-      const chips = neurons.map((one) => chip(one, named));
-      const about = element("span", { title }, label);
+      const chips = neurons.map((neuron) => one(neuron, named));
+      const about = element("span.tw-quiet", { title }, label);
       return element("div.tw-kin", { data: { kin: name } }, about, chips);
     });
     return rows.length > 0 && element("div.tw-kins", element("h5", heading), rows);

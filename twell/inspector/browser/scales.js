@@ -1,38 +1,26 @@
 // Which values colour a passage and its map, by which scale, and the legend of a scale.
 
 import { makeScale } from "./colours.js";
-import { element, refill } from "./elements.js";
-import { help } from "./parts.js";
+import { range } from "./data.js";
+import { element, help, refill } from "./elements.js";
 import { number, signed } from "./words.js";
 
 export const ABOUT_H =
   "h is the value of a neuron for a token: the neuron adds h times its column of the down " +
   "projection to the output of its layer.";
 
-// What can colour a passage: the kind of its scale, its label, and the value of each token.
-const WAYS = {
-  count: {
-    kind: "log",
-    label: (state, side) => `active neurons per token, ${layersOf(state.range(side), side)}`,
-    values: (state, side) => side.means(...state.range(side)),
-  },
-  surprise: {
-    kind: "linear",
-    label: () => "surprise, \u2212log p in nats",
-    values: (state, side) => side.surprise,
-  },
-  neuron: {
-    kind: "signed",
-    label: (state, side) => {
-      const { layer, neuron } = state.shownNeuron(side);
-      return `h of layer ${layer}, neuron ${neuron}`;
-    },
-    values: (state, side) => {
-      const { layer, neuron } = state.shownNeuron(side);
-      return side.valuesOf(layer, neuron);
-    },
-  },
-};
+// What colours a passage: the kind of its scale, its label, and the value of each token.
+function wayOf(state, side, how) {
+  if (how === "surprise")
+    return { kind: "linear", label: "surprise, \u2212log p in nats", values: side.surprise };
+  if (how === "count") {
+    const label = `active neurons per token, ${layersOf(state.range(side), side)}`;
+    return { kind: "log", label, values: side.means(...state.range(side)) };
+  }
+  const { layer, neuron } = state.shownNeuron(side);
+  const label = `h of layer ${layer}, neuron ${neuron}`;
+  return { kind: "signed", label, values: side.valuesOf(layer, neuron) };
+}
 
 function layersOf([first, last], side) {
   if (first === last) return `layer ${first}`;
@@ -55,26 +43,32 @@ function extent(arrays) {
 // The value of each token of a passage (NaN: left out) and their scale.
 export function passageColours(state, side) {
   const how = state.colouring(side);
-  const way = WAYS[how];
-  const skip = state.get("skip_first");
   const read = (one) => {
-    const values = way.values(state, one);
-    return one.included((token) => values[token], skip);
+    const { values } = wayOf(state, one, how);
+    return included(state, one, (token) => values[token]);
   };
-  const label = way.label(state, side);
-  const limit = state.scaling(how) === "all" ? state.get("limit") : null;
-  const scaled = (kind, arrays, name) => {
-    const [least, largest] = extent(arrays);
-    return makeScale(kind, [least, limit || largest], name, state.ramps);
-  };
+  const { kind, label } = wayOf(state, side, how);
   const values = read(side);
+  const limit = state.scaling(how) === "all" && state.get("limit");
   const left = state.reference(side);
-  if (left && (how !== "neuron" || state.shares(left, side))) {
-    const before = read(left);
-    const change = values.map((value, token) => value - before[token]);
-    return { values: change, scale: scaled("signed", [change], changeOf(left, label)) };
-  }
-  return { values, scale: scaled(way.kind, sharing(state, side, how, read), label) };
+  if (!left || (how === "neuron" && !state.shares(left, side)))
+    return { values, scale: scaleOf(state, kind, label, sharing(state, side, how, read), limit) };
+  const before = read(left);
+  const change = values.map((value, token) => value - before[token]);
+  const name = changeOf(left, label);
+  return { values: change, scale: scaleOf(state, "signed", name, [change], limit) };
+}
+
+// One value a token as a row of numbers; NaN for the tokens that are left out.
+export function included(state, side, valueOf) {
+  const skip = state.get("skip_first");
+  const value = (_, token) => (skip && !side.position[token] ? NaN : valueOf(token));
+  return Float32Array.from({ length: side.T }, value);
+}
+
+function scaleOf(state, kind, label, arrays, limit) {
+  const [least, largest] = extent(arrays);
+  return makeScale(kind, [least, limit || largest], label, state.ramps);
 }
 
 // The values of all tokens that share the scale of a side.
@@ -82,45 +76,38 @@ function sharing(state, side, how, read) {
   const scaling = state.scaling(how);
   if (how !== "neuron") return (scaling === "all" ? state.sides : [side]).map(read);
   if (scaling === "neuron") return state.sharing(side).map(read);
-  const skip = state.get("skip_first");
-  const peaks = (one) => (layer) => one.included((token) => one.peaks(layer)[token], skip);
+  const peaks = (one, layer) => included(state, one, (token) => one.peaks(layer)[token]);
   const { layer } = state.shownNeuron(side);
-  if (scaling === "layer") return state.sharing(side).map((one) => peaks(one)(layer));
-  return state.sides.flatMap((one) => Array.from({ length: one.L }, (_, n) => peaks(one)(n)));
+  if (scaling === "layer") return state.sharing(side).map((one) => peaks(one, layer));
+  return state.sides.flatMap((one) => range(0, one.L - 1).map((n) => peaks(one, n)));
 }
 
 const changeOf = (left, name) => `difference to ${left.about.name}: ${name}`;
 
 // The values of the map, one array a layer (NaN: left out), and the scale of each layer.
 export function mapColours(state, side) {
-  const skip = state.get("skip_first");
-  const left = state.reference(side);
   const label = "active neurons per token";
-  const before = (layer, token) => (left && layer < left.L ? left.count(layer, token) : 0);
-  const layersFrom = ([first, last]) =>
-    Array.from({ length: last - first + 1 }, (_, n) => first + n);
-  const layers = layersFrom(state.range(side));
-  const counts = (one, layer) => one.included((token) => one.count(layer, token), skip);
-  const change = (layer) =>
-    side.included((token) => side.count(layer, token) - before(layer, token), skip);
-  const values = layers.map((layer) => (left ? change(layer) : counts(side, layer)));
+  const counts = (one, layer) => included(state, one, (token) => one.count(layer, token));
+  const layers = range(...state.range(side));
+  const left = state.reference(side);
   if (left) {
-    const shared = makeScale("signed", extent(values), changeOf(left, label), state.ramps);
+    const before = (layer, token) => (layer < left.L ? left.count(layer, token) : 0);
+    const change = (layer) =>
+      included(state, side, (token) => side.count(layer, token) - before(layer, token));
+    const values = layers.map(change);
+    const shared = scaleOf(state, "signed", changeOf(left, label), values);
     return { values, scales: layers.map(() => shared) };
   }
+  const values = layers.map((layer) => counts(side, layer));
   const shown = state.sides.filter((one) => one.T);
   if (state.get("scale") === "layer") {
-    const scale = (layer) => {
-      const having = shown.filter((one) => layer < one.L);
-      const ends = extent(having.map((one) => counts(one, layer)));
-      return makeScale("log", ends, `${label}, each layer on its own`, state.ramps);
-    };
-    return { values, scales: layers.map(scale) };
+    const own = (layer) => shown.filter((one) => layer < one.L).map((one) => counts(one, layer));
+    const name = `${label}, each layer on its own`;
+    return { values, scales: layers.map((layer) => scaleOf(state, "log", name, own(layer))) };
   }
-  const every = shown.flatMap((one) => layersFrom(state.range(one)).map((n) => counts(one, n)));
-  const [least, largest] = extent(every);
+  const every = shown.flatMap((one) => range(...state.range(one)).map((n) => counts(one, n)));
   const limit = state.get("colour") === "count" && state.get("limit");
-  const shared = makeScale("log", [least, limit || largest], label, state.ramps);
+  const shared = scaleOf(state, "log", label, every, limit);
   return { values, scales: layers.map(() => shared) };
 }
 

@@ -1,6 +1,7 @@
-// All neurons of a model as points: how often they fire against how strongly, or their layer. A
-// drag brushes, a click takes the nearest.
+// All neurons of a model as points: how often they fire against how strongly. A drag brushes, a
+// click takes the nearest.
 
+import { range } from "./data.js";
 import { element } from "./elements.js";
 import { axes } from "./histogram.js";
 import { integer, number, percent } from "./words.js";
@@ -31,93 +32,66 @@ export class Scatter {
     }).observe(this.node);
   }
 
-  // found: the matching neurons, by index; query: the search, which has the axes and the brush.
-  draw(overview, found, selected, query) {
+  // found: the matching neurons, by index; box: what is brushed, or null.
+  draw(overview, found, selected, box) {
     if (!this.wide || !overview.fires) return;
-    const { wide } = this;
-    const { ramps } = this.host.state;
-    const isNew = (key, ...parts) => {
-      const same = this[key]?.every((part, n) => part === parts[n]);
-      this[key] = parts;
-      return !same;
-    };
-    const moved = isNew("frame", overview, wide, query.upright);
-    if (moved) this.measure(overview, query);
-    if (isNew("drawn", found, ramps) || moved) this.drawPoints(found);
-    this.ring.hidden = selected === null || !overview.fires[selected];
-    if (!this.ring.hidden) {
-      const [left, top] = this.place(selected);
-      Object.assign(this.ring.style, { left: `${left}px`, top: `${top}px` });
+    const shown = [overview, found, this.wide, this.host.state.ramps];
+    if (!shown.every((part, n) => part === this.shown?.[n])) {
+      this.shown = shown;
+      this.overview = overview;
+      this.measure();
+      this.drawPoints(found);
     }
-    this.showBrush(query.box && this.corners(query.box));
+    this.ring.hidden = selected === null || !overview.fires[selected];
+    if (!this.ring.hidden) place(this.ring, { left: this.left[selected], top: this.top[selected] });
+    this.brush.hidden = !box;
+    if (!box) return;
+    const [left, right, low, high] = box;
+    this.showBrush(this.x.to(left), this.y.to(high), this.x.to(right), this.y.to(low));
   }
 
-  measure(overview, query) {
-    Object.assign(this, { overview });
-    const { tokens } = overview.about;
-    const { N, L, fires, strength } = overview;
+  measure() {
+    const { fires, strength, about } = this.overview;
     const inner = {
       ...{ left: SPACE.left, right: this.wide - SPACE.right },
       ...{ top: SPACE.top, bottom: HEIGHT - SPACE.bottom },
     };
-    const layered = query.upright === "layer";
-    const upwards = [inner.bottom, inner.top];
-    this.x = axisOf(fires, (index) => fires[index] / tokens, [inner.left, inner.right]);
-    this.y = layered
-      ? linear([-0.5, L - 0.5], upwards)
-      : axisOf(fires, (index) => strength[index], upwards);
-    // Neurons of a layer are spread over the height of its row, by number.
-    const height = (index) =>
-      layered ? Math.floor(index / N) + 0.7 * ((index % N) / N - 0.5) : strength[index];
-    this.places = Float32Array.from({ length: 2 * fires.length }, (_, at) =>
-      at % 2 ? this.y.to(height(at >> 1)) : this.x.to(fires[at >> 1] / tokens),
-    );
-    const every = Math.ceil(L / 16);
-    const rows = Array.from({ length: Math.ceil(L / every) }, (_, n) => n * every);
-    const written = (share) => `${Number((100 * share).toPrecision(2))}%`;
-    const percents = this.x.ticks.map((v) => [this.x.to(v), written(v)]);
-    const numbers = (this.y.ticks ?? rows).map((v) => [this.y.to(v), number(v)]);
-    const across = { name: "share of tokens at which it fires, log scale", ticks: percents };
-    const name = layered ? "layer" : "mean |h| where it fires, log scale";
-    this.axes.replaceChildren(...axes(inner, across, { name, ticks: numbers }));
+    const rate = Float32Array.from(fires, (count) => count / about.tokens);
+    this.x = logAxis(rate, inner.left, inner.right);
+    this.y = logAxis(strength, inner.bottom, inner.top);
+    this.left = rate.map(this.x.to);
+    this.top = strength.map(this.y.to);
+    const share = (value) => `${Number((100 * value).toPrecision(2))}%`;
+    const axis = ({ ticks, to }, name, written) => ({
+      name: `${name}, log scale`,
+      ticks: ticks.map((value) => [to(value), written(value)]),
+    });
+    const across = axis(this.x, "share of tokens at which it fires", share);
+    const upright = axis(this.y, "mean |h| where it fires", number);
+    this.axes.replaceChildren(...axes(inner, across, upright));
   }
 
   drawPoints(found) {
-    const { wide, overview } = this;
     const { ramps } = this.host.state;
     const ratio = devicePixelRatio || 1;
-    Object.assign(this.canvas, { width: Math.round(wide * ratio), height: HEIGHT * ratio });
+    Object.assign(this.canvas, { width: Math.round(this.wide * ratio), height: HEIGHT * ratio });
     const context = this.canvas.getContext("2d");
     context.scale(ratio, ratio);
-    const dot = (index) => {
-      const [x, y] = this.place(index);
-      if (overview.fires[index]) context.fillRect(Math.round(x) - 1, Math.round(y) - 1, 2, 2);
-    };
-    const matching = new Uint8Array(overview.fires.length);
+    const matching = new Uint8Array(this.left.length);
     for (const index of found) matching[index] = 1;
-    context.globalAlpha = 0.15;
-    context.fillStyle = ramps.muted;
-    for (let index = 0; index < overview.fires.length; index++)
-      if (!matching[index]) dot(index);
-    context.globalAlpha = 0.8;
-    context.fillStyle = ramps.accent;
-    for (const index of found) dot(index);
+    const dots = (which, colour, alpha) => {
+      context.fillStyle = `rgb(${colour} / ${alpha})`;
+      for (let index = 0; index < matching.length; index++)
+        if (matching[index] === which)
+          context.fillRect(Math.round(this.left[index]) - 1, Math.round(this.top[index]) - 1, 2, 2);
+    };
+    dots(0, ramps.muted.join(" "), 0.15);
+    dots(1, ramps.accent.join(" "), 0.8);
   }
 
-  place(index) {
-    return [this.places[2 * index], this.places[2 * index + 1]];
-  }
-
-  corners([left, right, low, high]) {
-    return [this.x.to(left), this.y.to(high), this.x.to(right), this.y.to(low)];
-  }
-
-  showBrush(corners) {
-    this.brush.hidden = !corners;
-    if (!corners) return;
-    const [left, top, right, bottom] = corners;
-    const box = { left, top, width: right - left, height: bottom - top };
-    for (const [name, size] of Object.entries(box)) this.brush.style[name] = `${size}px`;
+  showBrush(left, top, right, bottom) {
+    this.brush.hidden = false;
+    place(this.brush, { left, top, width: right - left, height: bottom - top });
   }
 
   at(event) {
@@ -141,7 +115,7 @@ export class Scatter {
     const [left, top] = this.start;
     if (!this.drag && Math.hypot(x - left, y - top) < 5) return;
     this.drag = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
-    this.showBrush(this.drag);
+    this.showBrush(...this.drag);
   }
 
   released(event) {
@@ -158,10 +132,8 @@ export class Scatter {
 
   nearest(x, y) {
     let [best, least] = [null, REACH ** 2];
-    for (let index = 0; index < this.overview.fires.length; index++) {
-      if (!this.overview.fires[index]) continue;
-      const [left, top] = this.place(index);
-      const far = (left - x) ** 2 + (top - y) ** 2;
+    for (let index = 0; index < this.left.length; index++) {
+      const far = (this.left[index] - x) ** 2 + (this.top[index] - y) ** 2;
       if (far < least) [best, least] = [index, far];
     }
     return best;
@@ -174,28 +146,23 @@ export class Scatter {
   }
 }
 
-// A logarithmic axis that holds all neurons that fire, with powers of ten as ticks.
-function axisOf(fires, valueOf, [from, to]) {
-  let [low, high] = [Infinity, 0];
-  for (let index = 0; index < fires.length; index++) {
-    const value = fires[index] ? valueOf(index) : 0;
-    if (value > 0 && value < low) low = value;
-    if (value > high) high = value;
-  }
-  if (!high) [low, high] = [0.1, 1];
-  const ticks = [];
-  for (let power = Math.ceil(Math.log10(low)); 10 ** power <= high * 1.0001; power++)
-    ticks.push(10 ** power);
-  const ends = [Math.log(low / 1.2), Math.log(high * 1.2)];
-  const { to: place, from: value } = linear(ends, [from, to]);
-  return {
-    ticks: ticks.length > 7 ? ticks.filter((_, n) => n % 2 === 0) : ticks,
-    to: (v) => place(Math.log(v)),
-    from: (at) => Math.exp(value(at)),
-  };
+function place({ style }, sizes) {
+  for (const [name, size] of Object.entries(sizes)) style[name] = `${size}px`;
 }
 
-function linear([low, high], [from, to]) {
-  const share = (to - from) / (high - low);
-  return { to: (value) => from + share * (value - low), from: (at) => low + (at - from) / share };
+// A logarithmic axis from one pixel to another that holds all values above 0, with powers of ten as
+// ticks. A 0 is beyond its end.
+function logAxis(values, from, to) {
+  const known = values.filter((value) => value > 0);
+  const [low, high] = known.length
+    ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))]
+    : [0.1, 1];
+  const start = Math.log(low / 1.2);
+  const scale = (to - from) / (Math.log(high * 1.2) - start);
+  const ticks = range(Math.ceil(Math.log10(low)), Math.floor(Math.log10(high * 1.0001)));
+  return {
+    ticks: ticks.filter((_, n) => ticks.length <= 7 || n % 2 === 0).map((power) => 10 ** power),
+    to: (value) => from + scale * (Math.log(value) - start),
+    from: (at) => Math.exp(start + (at - from) / scale),
+  };
 }

@@ -7,7 +7,7 @@ const WORDY = /[\p{L}\p{N}]/u;
 // finding: whether the search is open.
 export const QUERY = {
   ...{ words: "", where: "fires", within: null, state: "alive", sort: "match" },
-  ...{ upright: "strength", box: null, finding: false },
+  ...{ box: null, finding: false },
 };
 export const WHERE = {
   fires: "fires at",
@@ -17,7 +17,6 @@ export const WHERE = {
   note: "note",
 };
 export const STATES = { alive: "that fire", dead: "dead", all: "all" };
-export const UPRIGHT = { strength: "mean |h|", layer: "layer" };
 export const SORTS = {
   match: "match",
   rate: "fires",
@@ -43,17 +42,15 @@ export function search(catalog, query) {
 }
 
 // Whether a neuron is in the layer, alive or dead, and in the brushed box, as the query has it.
-function isInside({ N, L, fires, strength, about }, { within, state, box, upright }, index) {
-  const layer = Math.floor(index / N);
+function isInside({ N, L, fires, strength, about }, { within, state, box }, index) {
   const exists = within !== null && within < L; // an address may ask for more
-  if (exists && layer !== within) return false;
+  if (exists && Math.floor(index / N) !== within) return false;
   if (!fires) return true;
   if (state !== "all" && fires[index] > 0 !== (state === "alive")) return false;
   if (!box) return true;
   const [left, right, low, high] = box;
   const rate = fires[index] / about.tokens;
-  const height = upright === "layer" ? layer : strength[index];
-  return rate >= left && rate <= right && height >= low && height <= high;
+  return rate >= left && rate <= right && strength[index] >= low && strength[index] <= high;
 }
 
 // All neurons by falling size; equal ones by number. Each order is computed once.
@@ -89,25 +86,20 @@ function matches(catalog, overview, { where }, words) {
   const layers = Array.from({ length: overview.L }, (_, n) => catalog.chunk(`words-${n}`));
   const wrong = layers.find((chunk) => chunk?.error);
   if (wrong || layers.includes(undefined)) return { waiting: !wrong, error: wrong?.error };
-  const exact = (text) => text === words;
-  const begins = (text) => text.startsWith(words);
-  for (const fits of [exact, begins]) {
-    layers.forEach((chunk, layer) => {
-      const part = score.subarray(layer * overview.N, (layer + 1) * overview.N);
-      scoreWords(part, chunk, where === "promotes" ? 0 : 1, fits);
-    });
-    if (score.some((one) => one > 0)) break;
-  }
+  const small = (text) => text.trim().toLowerCase();
+  const exact = layers.some(({ header }) => header.strings.some((text) => small(text) === words));
+  const fits = (text) => (exact ? small(text) === words : small(text).startsWith(words));
+  layers.forEach((chunk, layer) => {
+    const part = score.subarray(layer * overview.N, (layer + 1) * overview.N);
+    scoreWords(part, chunk, where === "promotes" ? 0 : 1, fits);
+  });
   return { score };
 }
 
 // Score the neurons of a layer by how much each changes the logit of a word. half: 0 raises it, 1
 // lowers it.
-function scoreWords(score, { header, array, floats }, half, fits) {
-  const known = header.strings.map((text) => fits(text.trim().toLowerCase()));
-  if (!known.includes(true)) return;
-  const word = array("word");
-  const change = floats("change");
+function scoreWords(score, { header, arrays: { word, change } }, half, fits) {
+  const known = header.strings.map(fits);
   const each = word.length / score.length;
   for (let at = 0; at < word.length; at++) {
     const neuron = Math.floor(at / each);
@@ -138,15 +130,14 @@ class TextSearch {
     const whole = this.occurrences(words, true);
     const marked = this.mark(whole.length ? whole : this.occurrences(words, false), words.length);
     const { before, after } = fires ? { before: 0, after: 0 } : overview.about;
-    const { first, last, at: places } = text;
     const each = overview.places;
     const score = new Float32Array(overview.L * overview.N);
     for (let index = 0; index < score.length; index++)
       for (let place = index * each; place < (index + 1) * each; place++) {
-        const at = places[place] - 1;
+        const at = text.at[place] - 1;
         if (at < 0) continue;
-        const from = Math.max(first[at], at - before);
-        const to = Math.min(last[at], at + after);
+        const from = Math.max(text.first[at], at - before);
+        const to = Math.min(text.last[at], at + after);
         if (marked[to + 1] > marked[from]) score[index]++;
       }
     return score;

@@ -6,7 +6,10 @@ export const COLOURING = [
   ...["colour", "scale", "limit", "layers", "skip_first", "compression", "difference"],
 ];
 export const TRAITS = ["side", "token", "layer", "neuron", ...COLOURING];
-const BEGIN = { side: 0, token: null, layer: null, neuron: null, colour: "count", scale: "all" };
+export const BEGIN = {
+  ...{ side: 0, token: null, layer: null, neuron: null },
+  ...{ colour: "count", scale: "all", layers: null },
+};
 
 export class State {
   constructor(model) {
@@ -94,17 +97,17 @@ export class State {
     return how === "count" && this.get("scale") === "layer" ? "layer" : "all";
   }
 
-  // The selected token, or the one of this side that stands for it.
+  // The selected token, and the one under the pointer, or those of this side that stand for them.
   pinned(side) {
-    const { side: own, token } = this.selected();
-    return token !== null && this.standsFor(own, side) && token < side.T ? token : null;
+    return this.tokenOf(this.selected(), side);
   }
 
-  // The token under the pointer, or the one of this side that stands for it.
   peeked(side) {
-    const token = this.peek?.token;
-    if (token === undefined || !this.standsFor(this.peek.side, side)) return null;
-    return token < side.T ? token : null;
+    return this.tokenOf(this.peek ?? {}, side);
+  }
+
+  tokenOf({ side: own, token }, side) {
+    return (token ?? side.T) < side.T && this.standsFor(own, side) ? token : null;
   }
 
   // The side from which the values of this one are subtracted, or null.
@@ -135,7 +138,7 @@ export class State {
   }
 
   goTo(preset) {
-    this.put({ ...BEGIN, layers: null, ...preset.view });
+    this.put({ ...BEGIN, ...preset.view });
   }
 
   // The neuron, then the token, then the layer.

@@ -16,8 +16,7 @@ export class Typing {
     const placeholder = "Type a text; it is run at once.";
     const about = { rows: "2", spellcheck: "false", dir: "auto", "aria-label": "text to run" };
     this.boxes = texts.map(() => element("textarea.tw-type", { ...about, placeholder, oninput }));
-    this.messages = texts.map(() => element("span.tw-state", { role: "status" }));
-    this.nodes = this.boxes.map((box, n) => element("div.tw-typing", box, this.messages[n]));
+    this.message = element("div.tw-error", { role: "status" });
   }
 
   stop() {
@@ -32,24 +31,14 @@ export class Typing {
     if (!this.waiting) this.state.put({ texts, busy: true });
   }
 
-  // Texts that Python set; never over what is being typed.
-  showTexts() {
+  // Texts that Python set, never over what is being typed; and how the run goes.
+  show() {
     this.boxes.forEach((box, n) => {
       if (box !== this.view.active()) box.value = this.state.get("texts")[n] ?? "";
     });
-  }
-
-  showMessages() {
     const busy = this.state.get("busy");
-    const error = this.state.get("error");
     this.view.root.classList.toggle("tw-busy", busy);
-    for (const message of this.messages) {
-      message.textContent = busy ? "running \u2026" : error;
-      message.classList.toggle("tw-error", !busy && error !== "");
-    }
-    if (!busy && this.waiting) {
-      this.waiting = false;
-      this.send();
-    }
+    this.message.textContent = this.state.get("error");
+    if (!busy && this.waiting) this.send();
   }
 }

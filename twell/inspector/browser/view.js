@@ -4,17 +4,15 @@
 import { isDark, themeOf } from "./colours.js";
 import { bar } from "./bar.js";
 import { Browse } from "./browse.js";
-import { Cards } from "./cards.js";
+import { Cards, modelFacts, tokenTitle } from "./cards.js";
 import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
 import { unpack } from "./data.js";
 import { element, refill, renew } from "./elements.js";
 import { KEYS, pressed } from "./keyboard.js";
-import { modelFacts } from "./layers.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
 import { COLOURING, State, TRAITS } from "./state.js";
-import { Tip } from "./tip.js";
 import { Typing } from "./typing.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -25,49 +23,42 @@ export class View {
     this.state = new State(model);
     this.prefix = `tw${++views}-`;
     this.parts = []; // of each side with tokens: { passage, map }
-    this.zoom = 0;
     // JupyterLab leaves keys alone below this attribute.
     this.root = element("div.twell", { "data-lm-suppress-shortcuts": "true", tabindex: "-1" });
     parent.append(this.root);
-    this.tip = new Tip(this);
     this.cards = new Cards(this);
     this.catalogs = new Map(); // by the number of a side
     this.asked = new Map(); // promises of chunks that Python computes
     this.browse = new Browse(this);
-    this.stops = [];
+    this.life = new AbortController();
     this.listen(model);
     this.load();
   }
 
   listen(model) {
-    const stoppable = (node, event, react) => {
-      node.addEventListener(event, react);
-      this.stops.push(() => node.removeEventListener(event, react));
-    };
-    stoppable(model.keys ?? this.root, "keydown", (event) =>
-      pressed(event, this.focused(event.target), this.state),
-    );
-    stoppable(matchMedia("(prefers-color-scheme: dark)"), "change", () => this.themed());
-    const page = new MutationObserver(() => this.themed());
+    const { signal } = this.life;
+    const key = (event) => pressed(event, this.focused(event.target), this.state);
+    (model.keys ?? this.root).addEventListener("keydown", key, { signal });
+    const themed = () => this.themed();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed, { signal });
+    const page = new MutationObserver(themed);
     for (const node of [document.documentElement, document.body])
       page.observe(node, { attributes: true });
-    this.stops.push(() => page.disconnect());
+    signal.addEventListener("abort", () => page.disconnect());
     const on = (name, react) => {
       model.on(name, react);
-      this.stops.push(() => model.off(name, react));
+      signal.addEventListener("abort", () => model.off(name, react));
     };
     for (const trait of TRAITS) on(`change:${trait}`, () => this.changed(trait));
-    for (const trait of ["busy", "error"])
-      on(`change:${trait}`, () => this.typing?.showMessages());
-    on("change:texts", () => this.typing?.showTexts());
+    for (const trait of ["busy", "error", "texts"])
+      on(`change:${trait}`, () => this.typing?.show());
     on("change:data", () => this.load());
     on("change:query", () => this.browse.renew());
     on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
   }
 
   close() {
-    for (const stop of this.stops) stop();
-    this.closed = true;
+    this.life.abort();
     cancelAnimationFrame(this.drawing);
     this.typing?.stop();
     this.root.remove();
@@ -77,12 +68,12 @@ export class View {
     const bytes = this.state.get("data");
     try {
       const { header, sides } = await unpack(bytes);
-      if (this.closed || bytes !== this.state.get("data")) return;
+      if (this.life.signal.aborted || bytes !== this.state.get("data")) return;
       Object.assign(this.state, { header, sides });
       for (const side of sides) side.catalog = this.catalogOf(side);
     } catch (error) {
       const old = typeof DecompressionStream === "undefined";
-      const why = old ? "it needs a browser of 2023 or later" : error.message;
+      const why = old ? "it needs a browser of 2024 or later" : error.message;
       refill(this.root, element("p.tw-empty", `The passage cannot be shown: ${why}.`));
       this.frame = null;
       return;
@@ -131,17 +122,15 @@ export class View {
     state.ramps = themeOf(this.root, header.palettes);
     if (this.frame?.sections.length !== sides.length) this.buildFrame();
     state.peek = null;
-    this.tip.follow(null);
-    this.root.classList.toggle("tw-aligned", header.aligned);
-    this.root.classList.toggle("tw-nothing", !sides.some((side) => side.T));
+    const layout = sides.length === 2 ? "tw-two" : sides[0].T ? "tw-one" : "tw-nothing";
+    this.root.className = `twell ${layout}`;
     this.parts = sides.map((side) =>
       side.T ? { passage: new Passage(this, side), map: new ActivityMap(this, side) } : null,
     );
     this.frame.passages.forEach((box, n) => refill(box, this.nodesOf(sides[n], this.parts[n])));
     this.reveal = true;
     this.built = (this.built ?? 0) + 1;
-    this.typing.showTexts();
-    this.typing.showMessages();
+    this.typing.show();
     this.update();
     performance.mark("twell-painted");
   }
@@ -149,26 +138,18 @@ export class View {
   buildFrame() {
     const { sides } = this.state;
     this.typing = new Typing(this);
-    const typed = this.typing.nodes;
-    const own = typed.length === sides.length; // one text for each side
+    const { boxes, message } = this.typing;
+    const own = boxes.length === sides.length; // one text for each side
     const passages = sides.map(() => element("div"));
-    const sections = passages.map((box, n) => element("section.tw-side", own && typed[n], box));
+    const sections = passages.map((box, n) => element("section.tw-side", own && boxes[n], box));
     this.frame = { head: element("div.tw-head"), bar: element("div"), passages, sections };
     const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
-    this.root.classList.toggle("tw-two", sides.length === 2);
+    const main = element("div.tw-main", element("div.tw-sides", sections), this.cards.box);
     refill(
       this.root,
-      this.frame.head,
-      this.frame.bar,
-      own ? [] : typed,
-      element(
-        "div.tw-body",
-        element("div.tw-main", element("div.tw-sides", sections), this.cards.box),
-        this.browse.node,
-      ),
-      element("div.tw-keys", keys),
-      this.tip.node,
-      this.cards.spoken,
+      ...[this.frame.head, this.frame.bar, own ? [] : boxes, message],
+      element("div.tw-body", main, this.browse.node),
+      element("div.tw-keys", keys, this.cards.spoken),
     );
   }
 
@@ -229,7 +210,6 @@ export class View {
   changed(trait) {
     if (!this.state.header) return;
     if (["token", "side"].includes(trait)) this.reveal = true;
-    this.cards.changed(trait);
     this.schedule();
   }
 
@@ -239,7 +219,7 @@ export class View {
   }
 
   update() {
-    if (this.closed || !this.frame) return;
+    if (this.life.signal.aborted || !this.frame) return;
     const focused = this.root.contains(this.active());
     const { state } = this;
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
@@ -277,33 +257,22 @@ export class View {
     return this.state.sides[number] ?? this.state.selected().side;
   }
 
-  zoomBy(steps) {
-    this.zoom = Math.max(0, Math.min(5, this.zoom + steps));
-    this.reveal = true;
-    this.update();
-  }
-
   // The pointer is on a token, and in the map in a layer; or it left.
   hover(side, token, event, layer) {
     const before = this.state.peek;
     const peek = token === undefined ? null : { side, token, layer };
-    this.state.peek = peek;
     if (["side", "token", "layer"].every((name) => before?.[name] === peek?.[name])) return;
-    this.tip.follow(peek && event);
-    cancelAnimationFrame(this.peeking);
-    this.peeking = requestAnimationFrame(() => {
-      for (const part of this.parts) {
-        part?.passage.showPeek();
-        part?.map.showFrames();
-      }
-      if (this.state.selected().token === null) this.cards.show();
-    });
+    this.peek(peek, () => this.state.selected().token === null && this.cards.show());
+    if (peek) event.currentTarget.title = tokenTitle(this.state);
   }
 
   // The pointer is on a neuron of a card, or left it.
-  peekNeuron(peek) {
+  peek(peek, after = () => {}) {
     this.state.peek = peek;
     cancelAnimationFrame(this.peeking);
-    this.peeking = requestAnimationFrame(() => this.paint());
+    this.peeking = requestAnimationFrame(() => {
+      this.paint();
+      after();
+    });
   }
 }
