@@ -228,7 +228,7 @@ def texts(page, selector):
 
 def values(page, selector):
     numbers = (text.replace("\u2212", "-").replace(",", "") for text in texts(page, selector))
-    return [float(number.rstrip("%")) for number in numbers]
+    return [float(number.strip("<%")) for number in numbers]
 
 
 def neurons(page):
@@ -254,30 +254,18 @@ def go_to(page, address):
     settle(page)
 
 
-def overlaps(page):
-    """Texts beside each other in one row of a card or a legend that touch."""
-    return page.evaluate(
-        """(rows) => {
-            const boxOf = (node) => {
-                const range = document.createRange();
-                range.selectNodeContents(node);
-                const text = range.getBoundingClientRect(), own = node.getBoundingClientRect();
-                return getComputedStyle(node).overflow === "hidden" ? own : text;
-            };
-            const touching = [];
-            for (const row of document.querySelectorAll(rows)) {
-                const nodes = [...row.children].filter((node) => node.matches(":not(mark)"));
-                const shown = nodes.map((node) => [node.textContent, boxOf(node)]);
-                const boxes = shown.filter(([text, box]) => text && box.width);
-                boxes.sort((a, b) => a[1].left - b[1].left);
-                for (let n = 1; n < boxes.length; n++)
-                    if (boxes[n - 1][1].right > boxes[n][1].left - 1)
-                        touching.push([boxes[n - 1][0], boxes[n][0]]);
-            }
-            return touching;
-        }""",
-        ".tw-place, .tw-entry, .tw-ticks, .tw-layer",
-    )
+def drag(page, start, end):
+    """Drag over the scatter, between fractions of its width and height; return its box."""
+    canvas = page.locator(".tw-points")
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in (start, end)]
+    page.mouse.move(*places[0])
+    page.mouse.down()
+    page.mouse.move(*places[1], steps=5)
+    page.mouse.up()
+    settle(page)
+    return box
 
 
 def main(model: str) -> None:
@@ -290,7 +278,7 @@ def main(model: str) -> None:
     with chromium() as browser:
         tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
         tab.goto(page.as_uri())
-        tab.wait_for_selector(".tw-word")
+        tab.wait_for_selector(".tw-both-words")
         picture = results.root() / "figures" / "inspector.png"
         tab.screenshot(path=picture, full_page=True)
     with Image.open(picture) as image:  # a third of the bytes

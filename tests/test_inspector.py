@@ -2,47 +2,30 @@
 
 import base64
 import re
-import sys
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 import traitlets
 from matplotlib.figure import Figure
 
 import twell
 from study import analysis
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, float32, make_trace, unpack, unpacked
+from tests.factories.inspector import aggregate_of, make_trace, unpack, unpacked
 from twell import inspector, trace
 from twell.inspector import VIEW, Side, pages
 
 # --- packing
 
 
-@pytest.mark.parametrize("bits", [16, 24])
-def test_leading_bits_are_the_nearest(bits):
-    every = np.random.default_rng(SEED).integers(0, 2**32, 20000, dtype=np.uint32).view(np.float32)
-    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1 + 2**-8, 1 + 3 * 2**-8], np.float32)
-    values = np.concatenate([every, odd])
-    rounded = float32(inspector.leading(values, bits), 32 - bits)
-    if bits == 16:
-        np.testing.assert_array_equal(rounded, torch.from_numpy(values).bfloat16().float().numpy())
-    normal = np.isfinite(values) & (np.abs(values) > 1e-30) & (np.abs(values) < 1e38)
-    np.testing.assert_allclose(rounded[normal], values[normal], rtol=2.0 ** (8 - bits))
-    assert np.array_equal(np.isnan(rounded), np.isnan(values))
-
-
-@pytest.mark.parametrize("neurons", [300, 65536, 2**18])
+@pytest.mark.parametrize("neurons", [300, 2**18])
 def test_a_passage_is_packed_as_it_is(neurons):
     passage, _ = make_trace(SEED, num_tokens=40)
     indices = passage.indices.astype(int) * (neurons - 1) // 299
     passage.indices = indices.astype(passage.dtype(neurons))
     passage.intermediate_size = neurons
-    passage.meta["special_ids"] = [passage.token_ids[0].item(), 99]
-    header, [(about, packed)] = unpacked(inspector.pack([Side("a", passage)]))
-    assert about["precise"] and about["strongest"] is None and not header["aligned"]
+    _, [(about, packed)] = unpacked(inspector.pack([Side("a", passage)]))
     assert (about["tokens"], about["layers"], about["neurons"]) == (40, 3, neurons)
     for layer, token in np.ndindex(3, 40):
         row = layer * 40 + token
@@ -51,48 +34,32 @@ def test_a_passage_is_packed_as_it_is(neurons):
         assert np.array_equal(names, h.indices) and packed["counts"][row] == len(h.indices)
         np.testing.assert_allclose(values, h.data, rtol=2.0**-16, atol=0)
         assert packed["tile_max"][row] == np.bincount(h.indices // 256, minlength=1).max()
-        total = float32(packed["total"][[row]])
+        total = packed["total"][row]
         np.testing.assert_allclose(total, np.abs(h.data).sum(), rtol=2**-8)
     assert [about["strings"][n] for n in packed["token"]] == passage.strings
-    assert [about["ids"][n] for n in packed["token"]] == passage.token_ids.tolist()
-    assert [about["ids"][n] for n in about["special"]] == [passage.token_ids[0]]
     assert np.array_equal(packed["logprob"], passage.logprob, equal_nan=True)
     assert np.array_equal(packed["position"], passage.position)
     assert packed["starts"].tolist() == [0, 16, 32, 40]
-    assert "fires" not in packed and "rate" not in packed
 
 
-@pytest.mark.parametrize("share", [0.3, 0.9])
-def test_of_many_entries_the_strongest_are_packed(share):
+def test_of_many_entries_the_strongest_are_packed():
     passage, _ = make_trace(SEED, num_tokens=50)
     counts = np.diff(passage.indptr)
-    limit = int(share * counts.sum())
-    _, [(about, packed)] = unpacked(inspector.pack([Side("a", passage)], max_entries=limit))
+    limit = int(0.3 * counts.sum())
+    shown = [Side("a", passage, aggregate_of(passage))]
+    _, [(about, packed)] = unpacked(inspector.pack(shown, max_entries=limit))
     k = about["strongest"]
-    exact = int(np.minimum(counts, k).sum())
-    assert exact <= limit < np.minimum(counts, k + 1).sum()
-    again = inspector.pack([Side("a", passage)], max_entries=exact)
-    assert unpack(again)[0]["sides"][0]["strongest"] == k
-    assert not about["precise"] and np.array_equal(packed["counts"], counts)
+    assert np.minimum(counts, k).sum() <= limit < np.minimum(counts, k + 1).sum()
+    assert np.array_equal(packed["counts"], counts)
     for row, (names, values) in enumerate(packed["rows"]):
         inside = slice(passage.indptr[row], passage.indptr[row + 1])
         h = dict(zip(passage.indices[inside].tolist(), passage.values[inside], strict=True))
-        assert len(names) == min(len(h), k) and (np.diff(names) > 0).all()
         np.testing.assert_allclose(values, [h[name] for name in names], rtol=2.0**-8)
-        left = [abs(h[name]) for name in set(h) - set(names)]
-        assert not left or max(left) <= min(abs(h[name]) for name in names)
-    assert np.array_equal(packed["fires"].reshape(3, 300), passage.neurons()[0])
-
-
-def test_sides_are_packed_together():
-    first, second = (make_trace(SEED + n, num_tokens=30)[0] for n in range(2))
-    shown = [Side("a", first), Side("b", second, aggregate_of(second))]
-    header, [_, (about, packed)] = unpacked(inspector.pack(shown))
-    assert not header["aligned"] and about["name"] == "b" and about["aggregate"] == 30
-    rate = float32(packed["rate"]).reshape(3, 300)
-    np.testing.assert_allclose(rate, second.neurons()[0] / 30, rtol=2**-8)
-    second.token_ids = first.token_ids
-    assert unpacked(inspector.pack(shown))[0]["aligned"]
+        strongest = sorted(np.abs(list(h.values())))[::-1][:k]
+        np.testing.assert_allclose(sorted(np.abs(values))[::-1], strongest, rtol=2.0**-8)
+    fires = passage.neurons()[0]
+    assert np.array_equal(packed["fires"].reshape(3, 300), fires)
+    np.testing.assert_allclose(packed["rate"].reshape(3, 300), fires / 50, rtol=2**-8)
 
 
 # --- sides
@@ -100,26 +67,23 @@ def test_sides_are_packed_together():
 
 def test_what_does_not_fit_together_is_refused(pair):
     passage, _ = make_trace(SEED)
-    passage.meta["run"] = "run"
     other = aggregate_of(make_trace(SEED, num_layers=2)[0])
-    layers = "the aggregate has 2 layers of 300 neurons, the trace 3 of 300"
     for arguments, options, words in [
-        ((passage,), {"aggregate": other}, f"run: {layers}"),
-        ((passage,), {"model": pair}, "the model has 2 layers of 96 neurons, the trace 3 of 300"),
+        ((passage,), {"aggregate": other}, "2 layers of 300 neurons, the trace 3 of 300"),
+        ((passage,), {"model": pair}, "2 layers of 96 neurons, the trace 3 of 300"),
         ((passage, "a text"), {}, "a trace has its own text"),
         ((passage,), {"start": 60}, "start is 60; the trace has tokens 0 to 59"),
-        ((pair, "ba"), {"start": 3}, "start and model belong to a trace"),
-        ((pair, ("a", "b", "c")), {}, "two sides can be compared"),
-        ((pair, ("a", "b")), {"compare": pair}, "two sides can be compared"),
-        ((pair, "a"), {"compare_aggregate": other}, "compare_aggregate belongs to compare="),
-        (((pair[0], None), "a"), {}, "without a tokenizer"),
-        (("nowhere", ""), {}, "the text is empty; give at least one character, or no text"),
+        ((pair, "ba"), {"start": 3}, "start and model"),
+        ((pair, ("a", "b", "c")), {}, "two texts, or one and compare="),
+        ((pair, ("a", "b")), {"compare": pair}, "two texts, or one and compare="),
+        ((pair, "a"), {"compare_aggregate": other}, "compare_aggregate"),
+        (((pair[0], None), "a"), {}, "tokenizer"),
         ((passage, ("a", "")), {}, "the text is empty"),
-        ((passage, (None, "a")), {}, "two texts need a model to run them"),
+        ((passage, (None, "a")), {}, "two texts need a model"),
     ]:
         with pytest.raises(ValueError, match=words):
             twell.inspect(*arguments, **options)
-    with pytest.raises(TypeError, match="inspect has no argument 'color'; a view has side, token"):
+    with pytest.raises(TypeError, match="'color'"):
         twell.inspect(passage, color="count")
     with pytest.raises(FileNotFoundError):
         twell.inspect("nothing.npz")
@@ -138,47 +102,40 @@ def test_a_long_trace_is_shown_in_parts(monkeypatch, tmp_path):
 
 def test_typed_text_is_run(model, pair):
     widget = twell.inspect(model, "ba de fun", token=2, neuron=5, layer=1)
-    before = widget.data
     widget.texts = ["de"]
     expected = trace.trace_text(*pair, "de")
     assert np.array_equal(widget.trace.values, expected.values)
-    assert widget.trace.strings == expected.strings and widget.data != before
-    assert (widget.busy, widget.error) == (False, "")
+    assert widget.trace.strings == expected.strings
     # The neuron stays, the token is gone.
     assert (widget.token, widget.layer, widget.neuron) == (None, 1, 5)
     widget.texts = [""]
     assert widget.trace.num_tokens == 0 and widget.to_frame().empty and widget.error == ""
-    assert list(widget.to_frame().columns[:3]) == ["model", "token", "text"]
-    with pytest.raises(traitlets.TraitError, match="token 0 does not exist: the passage is empty"):
+    with pytest.raises(traitlets.TraitError, match="token 0"):
         widget.token = 0
-    with pytest.raises(ValueError, match="the text is empty: there is no token to draw"):
+    with pytest.raises(ValueError, match="empty"):
         widget.figure()
     widget.texts = []
-    assert widget.error == "texts is empty; give one text, or one for each side" and not widget.busy
+    assert "texts is empty" in widget.error and not widget.busy
     widget.texts = ["ba " * 5000]
     assert widget.trace.num_tokens == inspector.MAX_TOKENS < widget.sides[0].of[1]
-    assert widget.error == ""
 
 
 def test_a_trace_runs_no_text_without_its_model(pair):
     widget = twell.inspect(make_trace(SEED)[0])
     before = widget.data
     widget.texts = ["ba"]
-    assert not widget.runs and widget.data == before
-    assert "there is no model to run a text" in widget.error
+    assert widget.data == before and "no model" in widget.error
     traced = trace.trace_text(*pair, "ba de fun")
     widget = twell.inspect(traced, model=pair)
-    assert widget.runs and widget.trace.strings == traced.strings
+    assert widget.trace.strings == traced.strings
     widget.texts = ["de"]
     assert widget.trace.strings == trace.trace_text(*pair, "de").strings
 
 
 def test_two_models_and_two_texts(model, pair):
     both = twell.inspect(model, "ba de fun", compare=pair)
-    header = unpack(both.data)[0]
-    assert header["aligned"] and not header["same"] and both.texts == ["ba de fun"]
     # The aggregate beside the model was found.
-    assert [side["aggregate"] for side in header["sides"]] == [512, None]
+    assert [side["aggregate"] for side in unpack(both.data)[0]["sides"]] == [512, None]
     both.side, both.token = 1, 2
     assert both.to_frame()["model"].unique().tolist() == ["model"]
     both.texts = ["de"]
@@ -188,66 +145,53 @@ def test_two_models_and_two_texts(model, pair):
     header = unpack(texts.data)[0]
     assert header["same"] and not header["aligned"] and texts.texts == ["ba de fun", "de"]
     assert [side["name"] for side in header["sides"]] == ["model, text 1", "model, text 2"]
-    assert repr(texts).startswith("Inspector(model, text 1: ")
 
 
 # --- the selection
 
 
-@pytest.mark.parametrize("token", [None, 3])
-@pytest.mark.parametrize("layer", [None, 2])
-@pytest.mark.parametrize("neuron", [None, 5])
-@pytest.mark.parametrize("layers", [None, [1, 2]])
+@pytest.mark.parametrize(
+    ("token", "layer", "neuron", "layers"), [(None, None, None, [1, 2]), (3, 2, None, [0, 1])]
+)
 def test_to_frame_has_the_entries_that_match(token, layer, neuron, layers):
     passage, mask = make_trace(SEED, num_tokens=30)
     selected = {"token": token, "layer": layer, "neuron": neuron, "layers": layers}
     table = twell.inspect(passage, aggregate=aggregate_of(passage), **selected).to_frame()
-    expected = set()
-    for of_layer, at, n in np.argwhere(mask).tolist():
-        shown = layer == of_layer if layer is not None else layers is None or of_layer in layers
-        if shown and token in (None, at) and neuron in (None, n):
-            expected.add((of_layer, at, n))
-    assert set(zip(table["layer"], table["token"], table["neuron"], strict=True)) == expected
+    first, last = (layer, layer) if layer is not None else layers
+    expected = {
+        (at_layer, at, n)
+        for at_layer, at, n in np.argwhere(mask).tolist()
+        if first <= at_layer <= last and token in (None, at)
+    }
     assert len(table) == len(expected)
+    assert set(zip(table["layer"], table["token"], table["neuron"], strict=True)) == expected
     falling = table.assign(size=-table["value"].abs())
     order = falling.sort_values(["token", "layer", "size"], kind="stable")
     assert order.index.tolist() == list(range(len(table)))
-    for row in table.sample(min(len(table), 50), random_state=SEED).itertuples():
+    for row in table.sample(min(len(table), 20), random_state=SEED).itertuples():
         h = passage.layer(row.layer)[[row.token]].toarray()[0]
-        total = np.abs(h).sum()
         assert row.value == h[row.neuron]
-        assert row.share == pytest.approx(abs(h[row.neuron]) / total if total else 0, rel=1e-6)
+        assert row.share == pytest.approx(abs(h[row.neuron]) / (np.abs(h).sum() or 1), rel=1e-6)
         assert (row.text, row.position) == (passage.strings[row.token], row.token % 16)
-        assert row.sequence == row.token // 16
         assert row.rate == pytest.approx(mask[row.layer, :, row.neuron].mean())
 
 
 def test_traits_refuse_what_does_not_exist():
     widget = twell.inspect(make_trace(SEED)[0], token=5)
-    for name, value, words in [
-        ("token", 60, "token 60 does not exist: the passage has tokens 0 to 59"),
-        ("token", -1, "token -1 does not exist"),
-        ("layer", 3, "layer 3 does not exist: the model has layers 0 to 2"),
-        ("neuron", 300, "neuron 300 does not exist: a layer has neurons 0 to 299"),
-        ("side", 1, "side 1 does not exist: the view has sides 0 to 0"),
-        ("layers", [2, 1], r"layers is \[2, 1\]; use \[first, last\] of layers 0 to 2"),
-        ("layers", [0, 3], r"use \[first, last\] of layers 0 to 2"),
-        ("limit", 0.0, "limit is 0.0; it has to be above 0"),
-        ("colour", "red", "count.*neuron.*surprise"),
+    for name, value, right in [
+        ("token", 60, "0 to 59"),
+        ("token", -1, "0 to 59"),
+        ("layer", 3, "0 to 2"),
+        ("neuron", 300, "0 to 299"),
+        ("side", 1, "0 to 0"),
+        ("layers", [2, 1], "0 to 2"),
+        ("limit", 0.0, "limit"),
+        ("colour", "red", "surprise"),
         ("compression", 3, "compression"),
     ]:
-        with pytest.raises(traitlets.TraitError, match=words):
+        with pytest.raises(traitlets.TraitError, match=right):
             setattr(widget, name, value)
     assert widget.view == VIEW | {"token": 5}
-    with pytest.raises(ValueError, match="preset 'Nothing' is unknown; use one of Overview"):
-        widget.preset("Nothing")
-
-
-def test_without_anywidget_it_says_what_is_missing(monkeypatch):
-    monkeypatch.setitem(sys.modules, "anywidget", None)
-    monkeypatch.delitem(sys.modules, "twell.inspector.widget", raising=False)
-    with pytest.raises(ImportError, match="twell.inspect needs the package anywidget: pip install"):
-        twell.inspect  # noqa: B018
 
 
 def test_presets_are_what_they_say():
@@ -258,26 +202,27 @@ def test_presets_are_what_they_say():
     for name in widget.presets:
         widget.preset(name)
         seen[name] = widget.view
-        assert widget.limit == 7.0
     token = seen["Busiest token"]["token"]
     assert later[token] and counts[:, token].sum() == counts[:, later].sum(0).max()
     surprising = seen["Most surprising token"]
     assert passage.logprob[surprising["token"]] == np.nanmin(passage.logprob)
-    assert surprising["colour"] == "surprise"
     view = seen["Strongest neuron"]
     most = max(np.abs(passage.layer(n)[later].data).max(initial=0) for n in range(3))
     assert abs(passage.layer(view["layer"])[view["token"], view["neuron"]]) == pytest.approx(most)
     view = seen["Most specific neuron"]
     first = analysis.specific(passage, min_fires=3, min_count=3).iloc[0]
     assert (view["layer"], view["neuron"]) == (first["layer"], first["neuron"])
-    assert (view["token"], view["colour"], view["scale"]) == (None, "neuron", "neuron")
-    view = seen["Busiest layer"]
-    assert view["layers"] == [counts[:, later].sum(1).argmax()] * 2 and view["neuron"] is None
-    assert len(seen) == 6 and seen["Overview"] == VIEW | {"limit": 7.0}
+    assert (view["token"], view["colour"]) == (None, "neuron")
+    assert seen["Busiest layer"]["layers"] == [counts[:, later].sum(1).argmax()] * 2
+    assert seen["Overview"] == VIEW | {"limit": 7.0}
+    with pytest.raises(ValueError, match="'Nothing'"):
+        widget.preset("Nothing")
 
 
-@pytest.mark.parametrize("colour", ["count", "neuron", "surprise"])
-@pytest.mark.parametrize("scale", ["all", "layer", "neuron"])
+@pytest.mark.parametrize(
+    ("colour", "scale"),
+    [("count", "all"), ("surprise", "all"), *(("neuron", one) for one in inspector.SCALES)],
+)
 def test_a_figure_has_the_values_of_the_view(colour, scale):
     passage, mask = make_trace(SEED, num_tokens=40)
     neuron = int(passage.layer(1).indices[0])
@@ -290,7 +235,6 @@ def test_a_figure_has_the_values_of_the_view(colour, scale):
         "neuron": passage.layer(1).toarray()[:, neuron],
         "surprise": -passage.logprob,
     }[colour].astype(float)
-    assert drawn["passage"]["token"].tolist() == passage.strings
     seen = drawn["passage"]["value"].to_numpy()
     low, high = drawn["ends"]
     assert np.isnan(seen[first]).all()
@@ -309,12 +253,13 @@ def test_a_figure_has_the_values_of_the_view(colour, scale):
     assert isinstance(widget.figure(), Figure)
 
 
-@pytest.mark.parametrize(("token", "start"), [(None, 0), (3, 0), (200, 72), (399, 144)])
-def test_a_figure_of_a_long_passage_is_around_the_token(token, start):
-    widget = twell.inspect(make_trace(SEED, num_tokens=400)[0], token=token)
-    drawn = inspector.drawn(widget.sides, widget.view)
-    assert drawn["counts"].columns.tolist() == list(range(start, start + 256))
-    assert drawn["passage"].index.tolist() == list(range(start, start + 256))
+def test_a_figure_of_a_long_passage_is_around_the_token():
+    widget = twell.inspect(make_trace(SEED, num_tokens=400)[0])
+    for token, start in ((None, 0), (200, 72), (399, 144)):
+        widget.token = token
+        drawn = inspector.drawn(widget.sides, widget.view)
+        assert drawn["counts"].columns.tolist() == list(range(start, start + 256))
+        assert drawn["passage"].index.tolist() == list(range(start, start + 256))
 
 
 # --- pages
@@ -334,15 +279,11 @@ def test_a_page_needs_nothing_else(model, tmp_path):
     page, _, chunks = page_of(widget.sides, widget.view)
     assert path.read_text(encoding="utf-8") == page
     assert page.count("</script>") == 2 + len(chunks)
-    assert "https:" not in page and "import(" not in page
-    assert set(re.findall(r"http:[^\s\"'`]*", page)) == {"http://www.w3.org/2000/svg"}
-    assert '"colour": "surprise"' in page and '"token": 1' in page
+    assert set(re.findall(r"https?:[^\s\"'`]*", page)) == {"http://www.w3.org/2000/svg"}
     # There is room for all.
     assert {*chunks} == {f"0:{name}" for name in inspector.Catalog(widget.sides[0]).names}
     two = twell.inspect(model, ("ba", "de"))  # under one model
     assert {*page_of(two.sides)[2]} == {*chunks}
-    both = twell.inspect(model, "ba", compare=model)
-    assert len(page_of(both.sides)[2]) == 2 * len(chunks)
 
 
 def test_a_page_stays_under_its_limit(model, monkeypatch):
@@ -362,41 +303,3 @@ def test_a_page_stays_under_its_limit(model, monkeypatch):
     monkeypatch.setattr(pages, "PAGE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"tokens do not fit into 1000 bytes"):
         inspector.page(bare)
-
-
-def test_modules_are_joined_in_the_order_of_their_imports(tmp_path):
-    def write(**modules):
-        for name, text in modules.items():
-            (tmp_path / f"{name}.js").write_text(text)
-        return inspector.script("main.js", tmp_path)
-
-    b_and_c = 'import { b } from "./b.js";\nimport {\n  c,\n  d,\n} from "./c.js";\n'
-    modules = {
-        "main": f"// Main.\n\n{b_and_c}\nexport default {{ run: b + c }};\n",
-        "b": 'import { c } from "./c.js";\nexport const b = c;\n',
-        "c": "export class c {}\nexport async function d() {}\nconst e = 1;\n",
-    }
-    joined = "class c {}\nasync function d() {}\nconst e = 1;\n\nconst b = c;\n\n"
-    assert write(**modules) == joined + "// Main.\n\n\nexport default { run: b + c };"
-    for change, words in [
-        ({"c": 'import { b } from "./b.js";\n'}, "each other: main.js -> b.js -> c.js -> b.js"),
-        ({"b": "export const b = 1;\nfunction e() {}\n"}, "b.js and c.js both declare e"),
-        ({"c": "class c {}\n"}, "b.js imports c, which c.js does not export"),
-        ({"b": 'import * as c from "./c.js";\n'}, "b.js imports, exports or declares"),
-        ({"b": "export { b };\n"}, "b.js imports, exports or declares"),
-        ({"b": "const [b, f] = [1, 2];\n"}, "b.js imports, exports or declares"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            write(**modules | change)
-
-
-def test_the_widget_pages_and_atlases_share_a_script():
-    page, widget = inspector.script("page.js"), inspector.script("widget.js")
-    atlas = inspector.script("atlas.js")
-    assert widget.endswith("export default { render };") and "\nexport " not in page
-    assert "\nclass View {" in page and "\nclass View {" in widget
-    for name in ("NeuronCard", "Browse", "Catalog", "Scatter"):
-        assert all(f"\nclass {name} {{" in text for text in (page, widget, atlas))
-    for path in (*pages.FOLDER.glob("*.js"), *map(pages.FOLDER.joinpath, pages.STYLES)):
-        first = path.read_text(encoding="utf-8").splitlines()[0]
-        assert first in page + widget + atlas + inspector.style(), path

@@ -30,27 +30,18 @@ def large_trace(random, tokens, layers, neurons, active):
     )
 
 
-def float32(bits, shift=16):
-    """float32 of which the leading bits are given."""
-    return (bits.astype(np.uint32) << np.uint32(shift)).view(np.float32)
-
-
 def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     """Return the header and the arrays of `pack`, each as it was packed."""
     raw = zlib.decompress(data)
     start = 4 + int.from_bytes(raw[:4], "little")
     header = json.loads(raw[4:start])
-    arrays = {
-        name: np.frombuffer(raw, dtype, length, start + offset)
-        for name, dtype, length, offset in header["arrays"]
-    }
+    arrays = {}
+    for name, dtype, length in header["arrays"]:
+        size = np.dtype(dtype).itemsize
+        planes = np.frombuffer(raw, np.uint8, length * size, start).reshape(size, length)
+        arrays[name] = np.frombuffer(planes.T.tobytes(), dtype).copy()
+        start += length * size
     return header, arrays
-
-
-def floats(arrays, name):
-    """float32 of an array's leading bytes."""
-    planes = [arrays[one] for one in sorted(arrays) if one.startswith(f"{name}_")]
-    return float32(sum(p.astype(np.uint32) << (24 - 8 * n) for n, p in enumerate(planes)), 0)
 
 
 def unpacked(data):
@@ -61,9 +52,7 @@ def unpacked(data):
         own = [name for name in arrays if name.startswith(f"{number}.")]
         side = {name.split(".")[1]: arrays[name] for name in own}
         kept = np.minimum(side["counts"].astype(int), about["strongest"] or about["neurons"])
-        gap = sum(side[f"gap_{n}"].astype(int) << 8 * n for n in range(3))
-        assert ("value_2" in side) == about["precise"]
-        parts = [np.split(array, kept.cumsum()[:-1]) for array in (gap, floats(side, "value"))]
+        parts = [np.split(side[name], kept.cumsum()[:-1]) for name in ("gap", "value")]
         side["rows"] = [(gaps.cumsum(), values) for gaps, values in zip(*parts, strict=True)]
         sides.append((about, side))
     return header, sides

@@ -1,8 +1,9 @@
 """An atlas: all neurons of a model as a static site, which opens from disk without a network.
 
-`index.html` has the script and the overview; `chunks/` has a file for each other chunk of the
-catalog, which the page loads when it needs it. A page from disk may not fetch: each file is a
-script that hands its bytes over. `neurons.jsonl.gz` has the same in a form for other programs.
+It is the page of a side without a text. `index.html` has the script and the overview; `chunks/` has
+a file for each other chunk of the catalog, which the page loads when it needs it. A page from disk
+may not fetch, so each file is a script that hands its bytes over. `neurons.jsonl.gz` has the same
+for other programs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import gzip
-import html
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +19,10 @@ import numpy as np
 
 from twell import results, trace
 from twell.inspector.catalog import Catalog
-from twell.inspector.figure import PALETTES
-from twell.inspector.pages import HOST, document
+from twell.inspector.packing import pack
+from twell.inspector.pages import document
 from twell.inspector.side import AGGREGATE, Side, load_side
 from twell.trace import Aggregate
-
-SOURCES = "'unsafe-inline' 'self' file:"
 
 
 def write_atlas(
@@ -66,10 +64,9 @@ def write_atlas(
         )
     packed = gzip.compress(lines.encode(), mtime=0)
     results.write_atomically(out / "neurons.jsonl.gz", packed)
-    title = html.escape(f"{side.name}: an atlas of its neurons")
-    call = f"openAtlas({HOST}, {json.dumps(PALETTES)});"
-    first = {"overview": catalog.chunk("overview")}
-    results.write_atomically(out / "index.html", document(title, "atlas.js", call, first, SOURCES))
+    title = f"{side.name}: an atlas of its neurons"
+    first = {"data": pack([side]), "0:overview": catalog.chunk("overview")}
+    results.write_atomically(out / "index.html", document(title, {}, first, atlas=True))
     return side
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import trace
-from twell.inspector.packing import block, leading_bytes, least
+from twell.inspector.packing import block, leading, least
 from twell.inspector.side import Side
 from twell.models import last_norm, sparse_ffns
 
@@ -82,19 +82,24 @@ class Catalog:
             "strings": aggregate.strings,
             "source": {k: aggregate.meta.get(k) for k in ("run", "date", "command")},
         }
-        arrays = {"fires": fires.astype(np.uint32), "peaks": _peaks(aggregate)}
-        arrays |= leading_bytes("mean", sums / often, 3)
-        arrays |= leading_bytes("strength", aggregate.abs_sum / often, 3)
-        return header, arrays | leading_bytes("largest", largest, 3)
+        return header, {
+            "fires": fires.astype(np.uint32),
+            "peaks": _peaks(aggregate),
+            "mean": leading(sums / often, 3),
+            "strength": leading(aggregate.abs_sum / often, 3),
+            "largest": leading(largest, 3),
+        }
 
     def _text(self) -> tuple[dict, dict]:
         aggregate = self.side.aggregate
         at = np.concatenate([aggregate.top_at, aggregate.quantile_at], -1)
         inside = np.searchsorted(aggregate.text_at, at) + 1
+        ends = aggregate.lengths.cumsum()
+        sequence = np.searchsorted(ends, aggregate.text_at, side="right")
         return {}, {
-            "gap": least(np.diff(aggregate.text_at, prepend=0)),
             "text": least(np.searchsorted(aggregate.token_ids, aggregate.text)),
-            "lengths": aggregate.lengths.astype(np.uint32),
+            "sequence": least(sequence),
+            "position": least(aggregate.text_at - (ends - aggregate.lengths)[sequence]),
             "at": np.where(at >= 0, inside, 0).astype(np.uint32),  # from 1; 0: none
         }
 
@@ -105,8 +110,8 @@ class Catalog:
             "histogram": least(aggregate.value_histogram[layer]),
             "near": aggregate.near[layer],
             "together": least(aggregate.together_at[layer] + 1),  # from 1; 0: none
-            **leading_bytes("phi", aggregate.together[layer], 3),
-            **leading_bytes("value", value, 3),
+            "phi": leading(aggregate.together[layer], 3),
+            "value": leading(value, 3),
         }
 
     @torch.no_grad()
@@ -115,10 +120,10 @@ class Catalog:
         if (norm := last_norm(self.side.model)) is not None:
             ids, values = self._promoted(norm, rows["down"])
             known, index = np.unique(ids, return_inverse=True)
-            arrays = {"word": least(index), **leading_bytes("change", values, 3)}
+            arrays = {"word": least(index), "change": leading(values, 3)}
         kin = self._kin(layer, rows)
         for name, (at, cosine) in kin.items():
-            arrays |= {name: least(at), **leading_bytes(f"{name}_cosine", cosine, 3)}
+            arrays |= {name: least(at), f"{name}_cosine": leading(cosine, 3)}
         strings = trace.token_strings(self.side.tokenizer, list(known))
         return {"strings": strings, "like": [*kin]}, arrays
 

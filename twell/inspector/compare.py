@@ -1,4 +1,4 @@
-"""What two sides have in common: whether their tokens and their neurons can be compared."""
+"""Two sides: whether their tokens and their neurons can be compared, and what changed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from transformers import PreTrainedModel
 
 from twell.inspector.side import Side
 from twell.models import sparse_ffns
+from twell.trace import Trace
 
 ALIKE = 0.3  # median cosine below which neurons with equal numbers are hardly the same ones
+MOST = 20  # neurons that changed most
 
 
 def compared(shown: Sequence[Side]) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return what a view says about its two sides, and arrays.
+    """Return the header's entries about two sides, and arrays.
 
     aligned: the tokens are the same, one by one; same: one model object; paired: a neuron of one
-    side is the neuron with its number on the other; reasons: sentences about what is not compared.
-    Arrays of two models with layers of equal sizes: alike_in and alike_out [L * N], the cosines of
-    each neuron's input and output weights. Of one side nothing can be compared.
+    side is the neuron with its number on the other; changed: the neurons that changed most, see
+    `changed`; reasons: sentences about what is not compared. Arrays of two models with layers of
+    equal sizes: alike_in and alike_out, see `alike`. Of one side nothing is compared.
     """
     if len(shown) < 2:
         return {"aligned": False, "same": False, "paired": False, "reasons": []}, {}
@@ -37,33 +39,52 @@ def compared(shown: Sequence[Side]) -> tuple[dict, dict[str, np.ndarray]]:
             f"The models have {sizes} neurons: the number of a neuron at the left means no neuron "
             "at the right."
         )
-    elif not same:
-        if left.model is not None and right.model is not None:
-            arrays = alike(left.model, right.model)
-        middle = np.median(arrays["alike_in"]) if arrays else 1
-        if middle < ALIKE:
+    elif not same and None not in (left.model, right.model):
+        arrays = alike(left.model, right.model)
+        if arrays and (middle := np.median(arrays["alike_in"])) < ALIKE:
             reasons.append(
                 f"The cosine of a neuron's input weights in the two models is {middle:.2f} in the "
                 "median: equal numbers are hardly the same neurons."
             )
-    return {"aligned": aligned, "same": same, "paired": paired, "reasons": reasons}, arrays
+    about = {"aligned": aligned, "same": same, "paired": paired, "reasons": reasons}
+    if aligned and paired and left.trace.num_tokens:
+        about["changed"] = changed(left.trace, right.trace)
+    return about, arrays
+
+
+def changed(left: Trace, right: Trace) -> list[tuple[int, int, float]]:
+    """Return the MOST neurons with the largest mean |difference of h|: layer, neuron, the mean.
+
+    First tokens of sequences do not count.
+    """
+    later = np.flatnonzero(left.position > 0)
+    sums = np.stack(
+        [
+            np.asarray(abs(right.layer(n) - left.layer(n))[later].sum(0)).reshape(-1)
+            for n in range(left.num_layers)
+        ]
+    )
+    order = np.argsort(-sums, axis=None, kind="stable")[:MOST]
+    means = sums.reshape(-1)[order] / max(len(later), 1)
+    places = zip(*np.unravel_index(order, sums.shape), means, strict=True)
+    return [(int(n), int(neuron), float(mean)) for n, neuron, mean in places if mean > 0]
 
 
 @torch.no_grad()
 def alike(left: PreTrainedModel, right: PreTrainedModel) -> dict[str, np.ndarray]:
-    """Return alike_in and alike_out, float32 [L * N]; nothing of layers without plain weights."""
-    if left.config.hidden_size != right.config.hidden_size:
-        return {}
+    """Return the cosines of each neuron's input and output weights in two models, [L * N].
+
+    Nothing for models of other widths, or with layers whose weights are not plain.
+    """
     pairs = list(zip(sparse_ffns(left), sparse_ffns(right), strict=True))
-    if not all(one.readable for pair in pairs for one in pair):
+    same_width = left.config.hidden_size == right.config.hidden_size
+    if not same_width or not all(ffn.readable for pair in pairs for ffn in pair):
         return {}
-    parts = {
-        "alike_in": lambda ffn: ffn.first.weight,
-        "alike_out": lambda ffn: ffn.down_proj.weight.t(),
+    rows = {
+        "alike_in": lambda ffn: ffn.first.weight.cpu().float(),
+        "alike_out": lambda ffn: ffn.down_proj.weight.t().cpu().float(),
     }
     return {
-        name: torch.cat(
-            [torch.cosine_similarity(of(a).cpu().float(), of(b).cpu().float()) for a, b in pairs]
-        ).numpy()
-        for name, of in parts.items()
+        name: torch.cat([torch.cosine_similarity(of(a), of(b)) for a, b in pairs]).numpy()
+        for name, of in rows.items()
     }

@@ -1,7 +1,7 @@
 """A passage as bytes: one compressed block that twell/inspector/browser/data.js unpacks.
 
-Of many values only 16 bits travel (bf16). Of more than MAX_ENTRIES active neurons only the
-strongest of each token and layer do; counts, sums and overflow are of all.
+Values of large passages are rounded to 16 bits (bf16). Of more than MAX_ENTRIES active neurons each
+token and layer keeps its strongest; counts, sums and overflow are of all.
 """
 
 from __future__ import annotations
@@ -19,30 +19,20 @@ from twell.inspector.shown import fullest_tile, presets
 from twell.inspector.side import Side
 from twell.trace import COMPRESSIONS, TILE_N, Trace
 
-# Active neurons of all tokens that are sent: 2,048 tokens x 12 layers x 30 are 737,280.
-MAX_ENTRIES = 800_000
-PRECISE_ENTRIES = 200_000  # up to which values keep 24 bits, more of them 16
+MAX_ENTRIES = 800_000  # active neurons of all tokens: 2,048 tokens x 12 layers x 30 are 737,280
+PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, others to 24
 
 
-def leading(values: np.ndarray, bits: int) -> np.ndarray:
-    """Return float32 rounded to its leading bits (nearest, ties to even) as uint32. NaN stays NaN.
+def leading(values: np.ndarray, number: int) -> np.ndarray:
+    """Round float32 values to their leading bytes (nearest, ties to even). NaN stays NaN.
 
-    16 bits are bfloat16.
+    Two bytes are bfloat16. The other bytes are 0, which compress to nothing.
     """
     values = np.asarray(values, np.float32)
     whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
-    rest = 32 - bits
-    return ((whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest).astype(np.uint32)
-
-
-def leading_bytes(name: str, values: np.ndarray, number: int) -> dict[str, np.ndarray]:
-    """Return the leading bytes of float32 values as arrays name_0, name_1, ..., the first first.
-
-    Byte by byte they compress better.
-    """
-    whole = leading(values, 8 * number)
-    shifts = range(8 * (number - 1), -1, -8)
-    return {f"{name}_{n}": (whole >> shift).astype(np.uint8) for n, shift in enumerate(shifts)}
+    rest = 32 - 8 * number
+    rounded = (whole + (1 << (rest - 1)) - 1 + (whole >> rest & 1)) >> rest << rest
+    return rounded.astype(np.uint32).view(np.float32)
 
 
 def least(numbers: np.ndarray) -> np.ndarray:
@@ -53,18 +43,16 @@ def least(numbers: np.ndarray) -> np.ndarray:
 def block(header: dict, arrays: dict[str, np.ndarray], level: int) -> bytes:
     """Return a header and arrays, compressed (zlib).
 
-    Inside: the length of the header as JSON (uint32), the header, and the arrays, little endian,
-    each at a multiple of 8 bytes after it; header["arrays"] lists (name, dtype, entries, offset).
+    Inside: the length of the header as JSON (uint32), the header, and the arrays one after the
+    other; header["arrays"] lists (name, dtype, entries). An array's first bytes of all entries come
+    first (little endian), then all second ones: so they compress better.
     """
-    header, offset = header | {"arrays": []}, 0
-    for name, array in arrays.items():
-        header["arrays"].append([name, array.dtype.str.lstrip("<|"), array.size, offset])
-        offset += -(-array.nbytes // 8) * 8
-    text = json.dumps(header).encode()
-    text += b" " * (-(4 + len(text)) % 8)
+    about = [(name, array.dtype.str.lstrip("<|"), array.size) for name, array in arrays.items()]
+    text = json.dumps(header | {"arrays": about}).encode()
     parts = [len(text).to_bytes(4, "little"), text]
     for array in arrays.values():
-        parts += [array.tobytes(), bytes(-array.nbytes % 8)]
+        entries = np.frombuffer(array.tobytes(), np.uint8).reshape(-1, array.itemsize)
+        parts.append(entries.T.tobytes())
     return zlib.compress(b"".join(parts), level)
 
 
@@ -83,7 +71,8 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
         for name, array in _arrays(side, strongest, precise).items()
     }
     about, alike = compared(shown)
-    arrays |= {name: _bfloat16(values) for name, values in alike.items()}
+    for name, values in alike.items():
+        arrays[name] = leading(values, 2)
     header = {
         "sides": [_about(side, strongest) | {"precise": precise} for side in shown],
         **about,
@@ -104,22 +93,16 @@ def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
     return int(np.searchsorted(more.cumsum(), max_entries, side="right"))
 
 
-def _bfloat16(values: np.ndarray) -> np.ndarray:
-    return leading(values, 16).astype(np.uint16)
-
-
 def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.ndarray]:
-    """The arrays of one side, rows (layer, token) in the order of the trace.
+    """Return the arrays of one side, rows (layer, token) in the order of the trace.
 
-    token: which of the header's strings and ids; starts: the first token of each sequence, and the
-    end; position; logprob float32; of each row: counts of active neurons, the largest count in a
-    tile, and total, the sum of |h| (bf16); of the entries kept, byte by byte, which compresses
-    better: gap, the distance to the neuron before it in the row (the first: to 0), three bytes from
-    the last, and value, the leading bytes of its float32: two (bf16), or three where `precise`.
+    token: index of the header's strings and ids; starts: the first token of each sequence, and the
+    end; position; logprob; of each row the counts of active neurons, the largest count in a tile,
+    and total, the sum of |h|. Of the kept entries gap, the distance to the neuron before in the
+    row, and value. Floats are leading bytes: two (bf16), or three for values that are `precise`.
     fires [L * N], only where entries are missing: the tokens that activate each neuron. rate
-    [L * N] (bf16), only with an aggregate: the fraction of its tokens that do. expected and
-    probability (bf16), only where a model ran: of each token the likeliest next ones, which of the
-    header's words.
+    [L * N], only with an aggregate: the fraction of its tokens that do. expected and probability,
+    only where a model ran: the likeliest tokens after each, indices of the header's words.
     """
     passage = side.trace
     counts = np.diff(passage.indptr)
@@ -141,19 +124,19 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "logprob": passage.logprob.astype(np.float32),
         "counts": least(counts),
         "tile_max": fullest_tile(passage).reshape(-1).astype(np.uint16),
-        "total": _bfloat16(total),
-        **{f"gap_{n}": (gap >> 8 * n & 255).astype(np.uint8) for n in range(3)},
+        "total": leading(total, 2),
+        "gap": gap.astype(np.uint32),
+        "value": leading(passage.values[kept], 3 if precise else 2),
     }
-    arrays |= leading_bytes("value", passage.values[kept], 3 if precise else 2)
     if strongest is not None:
         arrays["fires"] = passage.neurons()[0].reshape(-1).astype(np.uint32)
     if side.aggregate is not None:
         fires = side.aggregate.neurons()[0].reshape(-1)
-        arrays["rate"] = _bfloat16(fires / max(side.aggregate.num_tokens, 1))
+        arrays["rate"] = leading(fires / max(side.aggregate.num_tokens, 1), 2)
     if side.predictions is not None:
         words = np.unique(side.predictions.ids, return_inverse=True)[1]
         arrays["expected"] = words.reshape(-1).astype(np.uint32)
-        arrays["probability"] = _bfloat16(side.predictions.probability.reshape(-1))
+        arrays["probability"] = leading(side.predictions.probability.reshape(-1), 2)
     return arrays
 
 

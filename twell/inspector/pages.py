@@ -15,52 +15,32 @@ from twell.inspector.packing import MAX_ENTRIES, pack
 from twell.inspector.shown import VIEW
 from twell.inspector.side import Side
 
-PAGE_BYTES = 5_000_000  # at most, of a page
+PAGE_BYTES = 5_000_000  # the most that a page may have
 FOLDER = Path(__file__).with_name("browser")
-HOST = 'document.getElementById("twell")'
 END_OF_DATA = "<!-- end of data -->"
-STYLES = ("dots.css", "frame.css", "passage.css", "cards.css", "compare.css", "find.css")
-_IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.M)
-_DECLARED = re.compile(
-    r"^(export )?(?:(?:async )?function\*?|class|const|let|var) (\w+|[\[{])", re.M
-)
+STYLES = ("dots.css", "view.css", "passage.css", "cards.css")
+_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.M)
 
 
-def script(entry: str = "page.js", folder: Path = FOLDER) -> str:
+def script(entry: str = "page.js") -> str:
     """Return an ES module and the modules that it imports as one, which imports nothing.
 
-    A module stands behind those that it imports; `export default` is left as it is. Understood are
-    imports of names from a module of the folder, and declarations of one name. Raises ValueError
-    for others, for modules that import each other, for a name that two modules declare, and for an
-    imported name that the module does not export.
+    Each module stands below those that it imports. Names are shared: a browser refuses a name that
+    two modules declare.
     """
-    homes: dict[str, str] = {}  # of every declared name
-    exported: dict[str, set[str]] = {}  # of every module
-    bodies: list[str] = []
+    seen, bodies = set(), []
 
-    def add(module: str, above: tuple[str, ...]) -> None:
-        if module in above:
-            raise ValueError(f"modules import each other: {' -> '.join([*above, module])}")
-        if module in exported:
+    def add(module: str) -> None:
+        if module in seen:
             return
-        text = (folder / module).read_text(encoding="utf-8")
-        for names, other in _IMPORT.findall(text):
-            add(other, (*above, module))
-            for name in {name.strip() for name in names.split(",")} - {""} - exported[other]:
-                raise ValueError(f"{module} imports {name}, which {other} does not export")
-        body = _IMPORT.sub("", text)
-        declared = _DECLARED.findall(body)
-        if re.search(r"^(?:import\b|export (?:\{|\*))", body, re.M) or any(
-            name in "[{" for _, name in declared
-        ):
-            raise ValueError(f"{module} imports, exports or declares in a way that is not joined")
-        for _, name in declared:
-            if homes.setdefault(name, module) != module:
-                raise ValueError(f"{homes[name]} and {module} both declare {name}")
-        exported[module] = {name for public, name in declared if public}
-        bodies.append(re.sub(r"^export (?!default )", "", body, flags=re.M).strip())
+        seen.add(module)
+        text = (FOLDER / module).read_text(encoding="utf-8")
+        for other in _IMPORT.findall(text):
+            add(other)
+        body = re.sub(r"^export (?!default )", "", _IMPORT.sub("", text), flags=re.M)
+        bodies.append(body.strip())
 
-    add(entry, ())
+    add(entry)
     return "\n\n".join(bodies)
 
 
@@ -72,20 +52,17 @@ def style() -> str:
 def page(shown: Sequence[Side], view: dict | None = None) -> str:
     """Return one HTML file that shows these sides without a server, of at most PAGE_BYTES.
 
-    It takes along as many chunks of each model's neurons (see catalog.py) as there is room for.
-    Where the passage alone would be larger, fewer of its weaker entries are kept; the page says
-    how many. view: where to begin (VIEW). Raises ValueError for a passage of which even the counts
-    do not fit.
+    It holds as many chunks of each model's neurons (see catalog.py) as there is room for. Where the
+    passage alone would be larger, fewer of its weaker entries are kept, and the page says how many.
+    view: where to begin (VIEW). Raises ValueError for a passage whose counts alone do not fit.
     """
-    view = VIEW | (view or {})
     names = dict.fromkeys(side.name for side in shown)
-    title = html.escape(" and ".join(names) + ": active neurons")
-    begin = json.dumps({name: view[name] for name in VIEW})
+    title = " and ".join(names) + ": active neurons"
     max_entries = MAX_ENTRIES
 
     def written() -> str:
         data = {"data": pack(shown, max_entries=max_entries, level=9)}
-        return document(title, "page.js", f"openPage({HOST}, {begin});", data)
+        return document(title, view or {}, data)
 
     while (room := PAGE_BYTES - len((text := written()).encode())) < 0:
         max_entries = max_entries * 4 // 5
@@ -102,7 +79,7 @@ def page(shown: Sequence[Side], view: dict | None = None) -> str:
 
 
 def _chunks(shown: Sequence[Side]) -> Iterator[tuple[str, bytes]]:
-    """Yield the chunks of all models, first those that most need; keys "side:name"."""
+    """Yield the chunks of all models, the most useful first; keys are "side:name"."""
     same = len(shown) == 2 and shown[0].model is not None and shown[0].model is shown[1].model
     catalogs = [Catalog(side) for side in shown[: 1 if same else None]]
     for kind in ("overview", "text", "layer", "words"):
@@ -112,17 +89,17 @@ def _chunks(shown: Sequence[Side]) -> Iterator[tuple[str, bytes]]:
                     yield f"{number}:{name}", catalog.chunk(name)
 
 
-def document(
-    title: str, entry: str, call: str, data: dict[str, bytes], sources: str = "'unsafe-inline'"
-) -> str:
-    """Return an HTML page: a module's script, a call of it, and data by the ids of elements.
-
-    sources: where scripts may come from (Content-Security-Policy).
-    """
+def document(title: str, view: dict, data: dict[str, bytes], atlas: bool = False) -> str:
+    """Return an HTML page that opens a view. data: blocks of bytes by the ids of elements."""
+    begin = json.dumps(VIEW | view)
     template = string.Template((FOLDER / "page.html").read_text(encoding="utf-8"))
-    every = "".join(_data(key, part) for key, part in data.items())
-    parts = {"title": title, "css": style(), "js": script(entry), "call": call, "sources": sources}
-    return template.substitute(parts, data=every + END_OF_DATA)
+    return template.substitute(
+        title=html.escape(title),
+        css=style(),
+        js=script(),
+        call=f'openPage(document.getElementById("twell"), {begin}, {json.dumps(atlas)});',
+        data="".join(_data(key, part) for key, part in data.items()) + END_OF_DATA,
+    )
 
 
 def _data(key: str, data: bytes) -> str:

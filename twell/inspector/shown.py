@@ -39,17 +39,16 @@ def presets(side: Side) -> list[dict]:
         return places
 
     def add(name: str, note: str, **view) -> None:
+        if "neuron" in view:
+            note = f"layer {view['layer']}, {view['neuron']}: {note}"
+            view |= {"colour": "neuron", "scale": "neuron"}
         places.append({"name": name, "note": note, "view": view})
 
     def quoted(token: int) -> str:
         return visible(passage.strings[token])
 
-    def add_neuron(name: str, note: str, layer: int, neuron: int, **view) -> None:
-        note = f"layer {layer}, {neuron}: {note}"
-        add(name, note, layer=layer, neuron=neuron, **view, colour="neuron", scale="neuron")
-
-    counts = passage.counts()
-    mean = counts[:, later].mean(axis=0)
+    counts = passage.counts()[:, later]
+    mean = counts.mean(axis=0)
     token = int(later[mean.argmax()])
     add("Busiest token", f"{quoted(token)}: {mean.max():.3g} active a layer", token=token)
     surprise = np.nan_to_num(-passage.logprob[later])
@@ -62,11 +61,12 @@ def presets(side: Side) -> list[dict]:
         entry = inside[np.nan_to_num(np.abs(passage.values[inside])).argmax()]
         layer, token = divmod(int(row[entry]), passage.num_tokens)
         note = f"{passage.values[entry]:+.3g} at {quoted(token)}"
-        add_neuron("Strongest neuron", note, layer, int(passage.indices[entry]), token=token)
+        neuron = int(passage.indices[entry])
+        add("Strongest neuron", note, token=token, layer=layer, neuron=neuron)
     for one in specific(passage, min_fires=3, min_count=3).head(1).itertuples():
         note = f"{one.both} of {one.fires} times at {visible(one.token)}"
-        add_neuron("Most specific neuron", note, one.layer, one.neuron)
-    mean = counts[:, later].mean(axis=1)
+        add("Most specific neuron", note, layer=one.layer, neuron=one.neuron)
+    mean = counts.mean(axis=1)
     busy = int(mean.argmax())
     add("Busiest layer", f"layer {busy}: {mean[busy]:.3g} active", layers=[busy, busy])
     return places
@@ -91,30 +91,28 @@ def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
     size = np.abs(passage.values)
     total = np.bincount(row, size, minlength=1)[row]
     share = np.divide(size, total, out=np.zeros(len(row)), where=total > 0)
-    table = pd.DataFrame(
-        {
-            "model": side.name,
-            "token": token,
-            "layer": layer,
-            "neuron": passage.indices.astype(np.int64),
-            "value": passage.values,
-            "share": share,
-        }
-    )
     chosen = (layer >= first) & (layer <= last)
-    for name in ("token", "neuron"):
+    for name, numbers in (("token", token), ("neuron", passage.indices)):
         if view[name] is not None:
-            chosen &= (table[name] == view[name]).to_numpy()
-    order = np.lexsort((-size[chosen], layer[chosen], token[chosen]))
-    table = table[chosen].iloc[order].reset_index(drop=True)
-    token = table["token"].to_numpy()
-    table.insert(2, "text", [passage.strings[n] for n in token])
-    table.insert(3, "sequence", passage.sequence[token])
-    table.insert(4, "position", passage.position[token])
+            chosen &= numbers == view[name]
+    at = np.flatnonzero(chosen)
+    at = at[np.lexsort((-size[at], layer[at], token[at]))]
+    token = token[at]
+    table = {
+        "model": side.name,
+        "token": token,
+        "text": [passage.strings[n] for n in token],
+        "sequence": passage.sequence[token],
+        "position": passage.position[token],
+        "layer": layer[at],
+        "neuron": passage.indices[at].astype(np.int64),
+        "value": passage.values[at],
+        "share": share[at],
+    }
     if side.aggregate is not None:
         rate = side.aggregate.neurons()[0] / max(side.aggregate.num_tokens, 1)
         table["rate"] = rate[table["layer"], table["neuron"]]
-    return table
+    return pd.DataFrame(table)
 
 
 def fullest_tile(passage: Trace) -> np.ndarray:
@@ -141,12 +139,12 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     left_out = view["skip_first"] & (passage.position == 0)
     counts = passage.counts()[layers].astype(np.float64)
     counts[:, left_out] = np.nan
-    values, label, ends = _coloured(passage, view, counts, (first, last))
+    values, label, ends = _coloured(passage, view, counts)
     values[left_out] = np.nan
     compression = view["compression"]
     capacity = TILE_N // compression - 1 if compression else np.inf
     over = (fullest_tile(passage)[layers] > capacity) & ~left_out
-    middle = 0 if view["token"] is None else view["token"]
+    middle = view["token"] or 0
     start = max(0, min(middle - tokens // 2, passage.num_tokens - tokens))
     cut = slice(start, start + tokens)
     names = {"index": range(first, last + 1), "columns": range(passage.num_tokens)}
@@ -159,10 +157,13 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     }
 
 
-def _coloured(passage, view, counts, layers) -> tuple[np.ndarray, str, tuple[float, float]]:
-    """A value for each token, its label, and the ends of its scale. counts: NaN where left out."""
+def _coloured(passage, view, counts) -> tuple[np.ndarray, str, tuple[float, float]]:
+    """Return a value for each token, its label, and the ends of its scale.
+
+    counts: of the shown layers, NaN for the tokens that are left out.
+    """
     layer, neuron, limit = view["layer"], view["neuron"], view["limit"]
-    if view["colour"] == "neuron" and layer is not None and neuron is not None:
+    if view["colour"] == "neuron" and None not in (layer, neuron):
         column = passage.layer(layer)[:, [neuron]]
         sharing = {"neuron": column.data, "layer": passage.layer(layer).data}
         largest = np.abs(sharing.get(view["scale"], passage.values)).max(initial=0)
@@ -177,7 +178,6 @@ def _coloured(passage, view, counts, layers) -> tuple[np.ndarray, str, tuple[flo
     known = values[values > 0]  # NaN is not
     top = limit or float(known.max(initial=1))
     low = min(float(known.min(initial=1e9)), top / 2)
-    first, last = layers
+    first, last = view["layers"] or (0, passage.num_layers - 1)
     which = f"layer {first}" if first == last else f"mean over layers {first} to {last}"
-    label = f"active neurons per token, {which}"
-    return np.where(values == 0, low, values), label, (low, top)
+    return np.where(values == 0, low, values), f"active neurons per token, {which}", (low, top)

@@ -7,21 +7,31 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import trace
-from twell.inspector.notes import NOTES, read_notes
-from twell.inspector.predictions import Predictions, joined, watch_predictions
+from twell.inspector.notes import NOTES, check_neuron, read_notes, write_note
 from twell.models import intervene, sparse_ffns
 from twell.trace import Aggregate, Trace
 
 MAX_TOKENS = 4096  # of a trace that are shown
 AGGREGATE = "aggregate.npz"  # beside a model
+WORDS = 10  # likeliest next tokens that are kept
 # A trace or its file; or a model, by its folder or name or as the pair that `twell.load` returns.
 Source = Trace | str | Path | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
+
+
+class Predictions(NamedTuple):
+    """The likeliest tokens after each of T tokens, falling: ids and probabilities [T, WORDS]."""
+
+    ids: np.ndarray
+    probability: np.ndarray
 
 
 @dataclass
@@ -38,24 +48,20 @@ class Side:
     tokenizer: PreTrainedTokenizerBase | None = None
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
     notes_file: Path | None = None  # beside the model
-    predictions: Predictions | None = None  # of each token, where a model ran them
+    predictions: Predictions | None = None  # where a model ran
     changes: Sequence[dict] = ()  # of neurons while it ran, as of `changed`
 
     def __post_init__(self):
         if isinstance(self.aggregate, str | Path):
             self.aggregate = Aggregate.load(self.aggregate)
         self.of = self.of if self.of[1] else (0, self.trace.num_tokens)
-        parts = {"the aggregate": self.aggregate}
-        if self.trace.num_tokens:
-            parts = {"the trace": self.trace} | parts
-        shapes = {
-            part: (value.num_layers, value.intermediate_size)
-            for part, value in parts.items()
-            if value is not None
-        }
+        shapes = {}
+        for part, value in (("the trace", self.trace), ("the aggregate", self.aggregate)):
+            if value is not None and value.num_tokens:
+                shapes[part] = value.num_layers, value.intermediate_size
         if self.model is not None:
             ffns = sparse_ffns(self.model)
-            shapes["the model"] = (len(ffns), ffns[0].intermediate_size)
+            shapes["the model"] = len(ffns), ffns[0].intermediate_size
         first, self.shape = next(iter(shapes.items()), ("", (0, self.trace.intermediate_size)))
         for part, (layers, neurons) in shapes.items():
             if (layers, neurons) != self.shape:
@@ -64,16 +70,23 @@ class Side:
                     f"{self.shape[0]} of {self.shape[1]}; they have to be of the same model"
                 )
 
+    @property
+    def notes(self) -> dict[tuple[int, int], str]:
+        """The notes on neurons, as the file has them now."""
+        return read_notes(self.notes_file, self.shape) if self.notes_file else {}
+
+    def note(self, layer: int, neuron: int, text: str) -> None:
+        """Keep a note on a neuron in the file beside the model."""
+        check_neuron(layer, neuron, self.shape)
+        if self.notes_file is None:
+            raise ValueError("there is no model's folder to keep the note in; give inspect one")
+        write_note(self.notes_file, layer, neuron, text)
+
     def run(self, text: str) -> Side:
         """Return the side with another text, at most MAX_TOKENS of it; it may be empty."""
         ids = trace.encode(self.tokenizer, text) if text else []
         run = self._run(trace.cut(ids[:MAX_TOKENS], self.model))
         return dataclasses.replace(run, of=(0, len(ids)))
-
-    @property
-    def notes(self) -> dict[tuple[int, int], str]:
-        """The notes on neurons, as the file has them now."""
-        return read_notes(self.notes_file, self.shape) if self.notes_file else {}
 
     def changed(self, changes: Sequence[dict]) -> Side:
         """Return the side with its tokens run again while neurons are changed, see `changing`.
@@ -108,9 +121,22 @@ class Side:
         return np.split(self.trace.token_ids, np.flatnonzero(self.trace.position == 0)[1:])
 
     def _run(self, sequences: Sequence[Sequence[int]], changes: Sequence[dict] = ()) -> Side:
-        with changing(self.model, changes), watch_predictions(self.model) as seen:
-            traced = trace.trace_tokens(self.model, self.tokenizer, sequences)
-        return dataclasses.replace(self, trace=traced, predictions=joined(seen))
+        seen = []
+
+        def predict(head: torch.nn.Module, inputs: tuple, logits: Tensor) -> None:
+            for rows in logits.flatten(0, -2).split(1024):  # fp32 of few tokens at a time
+                top = rows.float().softmax(-1).topk(min(WORDS, rows.shape[-1]))
+                seen.append((top.indices.cpu().numpy(), top.values.cpu().numpy()))
+
+        handle = self.model.get_output_embeddings().register_forward_hook(predict)
+        try:
+            with changing(self.model, changes):
+                traced = trace.trace_tokens(self.model, self.tokenizer, sequences)
+        finally:
+            handle.remove()
+        parts = map(np.concatenate, zip(*seen, strict=True))
+        predictions = Predictions(*parts) if seen else None
+        return dataclasses.replace(self, trace=traced, predictions=predictions)
 
 
 @contextlib.contextmanager
@@ -122,13 +148,12 @@ def changing(model: PreTrainedModel, changes: Sequence[dict]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for change in changes:
-            extra = set(change) - {"layer", "neuron", "scale", "value"}
-            if extra or not {"layer", "neuron"} <= set(change):
+            how = {name: value for name, value in change.items() if name in ("scale", "value")}
+            if set(change) - set(how) != {"layer", "neuron"}:
                 raise ValueError(
                     f"a change is {change}; it has layer, neuron, and scale or value, as in "
                     "{'layer': 3, 'neuron': 17, 'scale': 0}"
                 )
-            how = {name: change[name] for name in ("scale", "value") if name in change}
             stack.enter_context(intervene(model, change["layer"], change["neuron"], **how))
         yield
 
@@ -147,7 +172,7 @@ def sides(
     texts = list(text) if isinstance(text, tuple | list) else [text]
     if "" in texts:
         raise ValueError("the text is empty; give at least one character, or no text to type one")
-    if len(texts) > 2 or (len(texts) == 2 and compare is not None):
+    if len(texts) + (compare is not None) > 2:
         raise ValueError("two sides can be compared: give two texts, or one and compare=")
     if compare is None and compare_aggregate is not None:
         raise ValueError("compare_aggregate belongs to compare=, which is not given")
@@ -165,13 +190,13 @@ def sides(
 
 
 def _side(what, text, aggregate, model=None, start=0) -> Side:
-    """A side of a model and a text, or of a trace and the model that it came from."""
+    """Return a side of a model and a text, or of a trace and the model that it came from."""
     if not (isinstance(what, Trace) or str(what).endswith(".npz")):
         if start or model is not None:
             raise ValueError(
                 "start and model belong to a trace; this is a model, which runs a text"
             )
-        return _load(what, aggregate).run(text or "")
+        return load_side(what, aggregate).run(text or "")
     if text is not None:
         raise ValueError("a trace has its own text; give a model to run another")
     whole = what if isinstance(what, Trace) else Trace.load(what)
@@ -182,8 +207,7 @@ def _side(what, text, aggregate, model=None, start=0) -> Side:
     of = (start, whole.num_tokens)
     if model is None:
         return Side(name, shown, aggregate, of=of)
-    loaded = _load(model, aggregate)
-    side = dataclasses.replace(loaded, name=name, trace=shown, of=of)
+    side = dataclasses.replace(load_side(model, aggregate), name=name, trace=shown, of=of)
     if shown.num_tokens and shown.position[0] == 0:
         side.predictions = side._run(side._sequences()).predictions
     return side
@@ -196,14 +220,9 @@ def load_side(what: Source, aggregate: Aggregate | str | Path | None = None) -> 
         none, count = np.zeros(0, np.int32), np.zeros(1, np.int64)
         empty = Trace(none, [], none, none, none, count, none, none, counted.intermediate_size)
         return Side(counted.meta.get("run") or Path(what).stem, empty, counted)
-    return _load(what, aggregate)
-
-
-def _load(what, aggregate) -> Side:
-    """A side of a model, without a text yet."""
-    notes = None
+    name, notes = "model", None
     if isinstance(what, tuple):
-        name, (model, tokenizer) = "model", what
+        model, tokenizer = what
         if tokenizer is None:
             raise ValueError("the model comes without a tokenizer, which a text needs")
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -21,7 +21,6 @@ except ModuleNotFoundError as error:
 from twell import results
 from twell.inspector.catalog import Catalog
 from twell.inspector.figure import fig_inspector
-from twell.inspector.notes import check_neuron, write_note
 from twell.inspector.packing import pack
 from twell.inspector.pages import page, script, style
 from twell.inspector.shown import COLOURS, SCALES, VIEW, drawn, entries, presets
@@ -33,15 +32,14 @@ class Inspector(anywidget.AnyWidget):
     """A passage whose tokens, layers and neurons can be looked at; made by `twell.inspect`.
 
     The selection can be read and set: `side` (0, or 1 where two are compared), `token` (its number
-    in the passage), `layer` and `neuron`, each None for none; `colour` ("count", "neuron",
-    "surprise") and its `scale` ("all", "layer", "neuron"), whose end `limit` fixes; `layers`
-    (first, last) or None for all; `skip_first`, which leaves out the first token of each sequence;
-    `compression`, at which overflow of TwELL's tiles is marked, or 0; `difference` of the second
+    in the passage), `layer` and `neuron`, each None for none. So can the colours: `colour`
+    ("count", "neuron", "surprise"), its `scale` ("all", "layer", "neuron"), and its `limit`;
+    `layers` (first, last), None for all; `skip_first` leaves out the first token of each sequence;
+    `compression` at which overflow of TwELL's tiles is marked, or 0; `difference` of the second
     side to the first. `texts` has the typed texts, one or one for each side; setting it runs the
-    model. `changes` has the neurons that are changed, each a dict of layer, neuron, and scale (0
-    silences) or value, as of `twell.intervene`; setting it runs the model once more, and the second
-    side is the changed model. A value that does not exist raises a traitlets.TraitError that says
-    what does.
+    model. `changes` has the changed neurons, each a dict of layer, neuron, and scale (0 silences)
+    or value, as of `twell.intervene`; setting it runs the model again, as the second side. A value
+    that does not exist raises a traitlets.TraitError that says what does.
     """
 
     _esm = script("widget.js")
@@ -54,7 +52,7 @@ class Inspector(anywidget.AnyWidget):
     neuron = Int(None, allow_none=True).tag(sync=True)
     colour = Enum(COLOURS, "count").tag(sync=True)
     scale = Enum(SCALES, "all").tag(sync=True)
-    limit = Float(None, allow_none=True).tag(sync=True)
+    limit = Float(None, min=1e-30, allow_none=True).tag(sync=True)
     layers = traitlets.List(Int(), None, minlen=2, maxlen=2, allow_none=True).tag(sync=True)
     skip_first = Bool(True).tag(sync=True)
     compression = Enum((0, *COMPRESSIONS), 8).tag(sync=True)
@@ -66,13 +64,11 @@ class Inspector(anywidget.AnyWidget):
     error = Unicode("").tag(sync=True)
 
     def __init__(self, sides: Sequence[Side], texts: Sequence[str], view: dict):
-        self.sides = list(sides)
-        self.catalogs = [Catalog(side) for side in sides]
         runs = all(side.model is not None for side in sides)
         super().__init__(data=pack(sides), texts=list(texts), runs=runs)
+        self.sides = list(sides)
+        self.catalogs = [Catalog(side) for side in sides]
         self.on_msg(self._asked)
-        self.observe(self._run, "texts")
-        self.observe(self._change, "changes")
         for name, value in view.items():
             setattr(self, name, value)
 
@@ -93,36 +89,32 @@ class Inspector(anywidget.AnyWidget):
     @traitlets.validate("side", "token", "layer", "neuron")
     def _check_number(self, proposal: dict) -> int | None:
         value, name = proposal["value"], proposal["trait"].name
-        if name == "side":
-            number, has = len(self.sides), "the view has sides"
-        elif name == "token":
-            number, has = self.trace.num_tokens, "the passage has tokens"
-        else:
-            has = {"layer": "the model has layers", "neuron": "a layer has neurons"}[name]
-            number = self.sides[self.side].shape[name == "neuron"]
-        if value is not None and not 0 <= value < number:
-            has = f"{has} 0 to {number - 1}" if number else "the passage is empty"
-            raise traitlets.TraitError(f"{name} {value} does not exist: {has}")
+        layers, neurons = self.sides[self.side].shape
+        sizes = {"side": len(self.sides), "token": self.trace.num_tokens}
+        size = (sizes | {"layer": layers, "neuron": neurons})[name]
+        if value is not None and not 0 <= value < size:
+            there = f"use 0 to {size - 1}" if size else "the passage is empty"
+            raise traitlets.TraitError(f"{name} {value} does not exist; {there}")
         return value
 
     @traitlets.validate("layers")
     def _check_layers(self, proposal: dict) -> list[int] | None:
-        value, most = proposal["value"], max(side.shape[0] for side in self.sides) - 1
-        if value is not None and not 0 <= value[0] <= value[1] <= most:
+        value, last = proposal["value"], max(side.shape[0] for side in self.sides) - 1
+        if value is not None and not 0 <= value[0] <= value[1] <= last:
             raise traitlets.TraitError(
-                f"layers is {value}; use [first, last] of layers 0 to {most}, or None for all"
+                f"layers is {value}; use [first, last] of layers 0 to {last}, or None for all"
             )
         return value
 
     @traitlets.validate("changes")
     def _check_changes(self, proposal: dict) -> list[dict]:
         value, unchanged = proposal["value"], self._unchanged()
+        if value and len(unchanged) > 1:
+            raise traitlets.TraitError(
+                "changes are shown beside the unchanged model, and this view compares already; "
+                "make one of one model and one text"
+            )
         try:
-            if value and len(unchanged) > 1:
-                raise ValueError(
-                    "changes are shown beside the unchanged model, and this view compares already; "
-                    "make one of one model and one text"
-                )
             if value:
                 unchanged[0].check_runs()
                 with changing(unchanged[0].model, value):  # refuses what does not exist
@@ -131,65 +123,37 @@ class Inspector(anywidget.AnyWidget):
             raise traitlets.TraitError(str(error)) from None
         return value
 
-    @traitlets.validate("limit")
-    def _check_limit(self, proposal: dict) -> float | None:
-        value = proposal["value"]
-        if value is not None and not value > 0:
-            raise traitlets.TraitError(f"limit is {value}; it has to be above 0, or None")
-        return value
-
     def _asked(self, _: Inspector, message: dict, __: list) -> None:
-        """Answer the browser: a chunk of a catalog, "side:name", or a note for the file.
+        """Answer the browser: send a chunk of a catalog, or keep a note.
 
-        A note is "side:layer:neuron" with its text.
+        message: {"ask": "side:chunk"} or {"note": "side:layer:neuron", "text": ...}.
         """
         answer, chunks = {"key": message.get("ask", message.get("note"))}, []
         try:
+            number, _, name = answer["key"].partition(":")
             if "note" in message:
-                self._note(*map(int, message["note"].split(":")), message["text"])
+                layer, neuron = map(int, name.split(":"))
+                self.sides[int(number)].note(layer, neuron, message["text"])
             else:
-                side, _, name = message["ask"].partition(":")
-                chunks = [self.catalogs[int(side)].chunk(name)]
-        except (KeyError, ValueError, LookupError, RuntimeError, OSError) as error:
+                chunks = [self.catalogs[int(number)].chunk(name)]
+        except (ValueError, LookupError, RuntimeError, OSError) as error:
             answer["error"] = str(error)
         self.send(answer, chunks)
 
-    def _note(self, side: int, layer: int, neuron: int, text: str) -> None:
-        shown = self.sides[side]
-        check_neuron(layer, neuron, shown.shape)
-        if shown.notes_file is None:
-            raise ValueError("there is no model's folder to keep the note in; give inspect one")
-        write_note(shown.notes_file, layer, neuron, text)
-
     def _unchanged(self) -> list[Side]:
-        """The sides without the changed one."""
+        """Return the sides whose model was not changed."""
         return [side for side in self.sides if not side.changes]
 
-    def _run(self, _: dict) -> None:
-        """Run the texts."""
-
-        def run() -> list[Side]:
-            if not self.runs:
-                raise ValueError(
-                    "there is no model to run a text; give inspect a model instead of a trace"
-                )
-            if not self.texts:
-                raise ValueError("texts is empty; give one text, or one for each side")
-            sides = self._unchanged()
-            texts = self.texts if len(self.texts) == len(sides) else self.texts[:1] * len(sides)
-            return [side.run(text) for side, text in zip(sides, texts, strict=True)]
-
-        self._show(run)
-
-    def _change(self, _: dict) -> None:
-        """Run the passage with the changed neurons."""
-        self._show(self._unchanged)
-
-    def _show(self, run: Callable[[], list[Side]]) -> None:
-        """Show sides; a mistake is one line beneath the text, and the view stays as it was."""
+    @traitlets.observe("texts", "changes")
+    def _run(self, change: dict) -> None:
+        """Run what was typed, and the changed model; the view stays as it was if that fails."""
+        if not hasattr(self, "sides"):
+            return
         try:
             self.busy = True
-            sides = run()
+            sides = self._unchanged()
+            if change["name"] == "texts":
+                sides = self._run_texts(sides)
             sides += [sides[0].changed(self.changes)] if self.changes else []
             if self.side >= len(sides):
                 self.side = 0
@@ -200,6 +164,16 @@ class Inspector(anywidget.AnyWidget):
             self.error = " ".join(str(error).split())
         finally:
             self.busy = False
+
+    def _run_texts(self, sides: list[Side]) -> list[Side]:
+        if not self.runs:
+            raise ValueError(
+                "there is no model to run a text; give inspect a model instead of a trace"
+            )
+        if not self.texts:
+            raise ValueError("texts is empty; give one text, or one for each side")
+        texts = self.texts if len(self.texts) == len(sides) else self.texts[:1] * len(sides)
+        return [side.run(text) for side, text in zip(sides, texts, strict=True)]
 
     def preset(self, name: str) -> None:
         """Go to one of `presets`. Raises ValueError for another name."""
@@ -265,15 +239,8 @@ def inspect(
     unknown = [name for name in view if name not in VIEW]
     if unknown:
         raise TypeError(f"inspect has no argument {unknown[0]!r}; a view has {', '.join(VIEW)}")
-    shown = sides(
-        what,
-        text,
-        compare=compare,
-        aggregate=aggregate,
-        compare_aggregate=compare_aggregate,
-        model=model,
-        start=start,
-    )
+    both = {"compare": compare, "compare_aggregate": compare_aggregate}
+    shown = sides(what, text, aggregate=aggregate, model=model, start=start, **both)
     if view.get("neuron") is not None:
         view = {"colour": "neuron", "scale": "neuron"} | view
     return Inspector(shown, list(text) if isinstance(text, tuple | list) else [text or ""], view)

@@ -1,131 +1,95 @@
-// The cards: where to begin, the token, and the neuron (neuron_card.js).
+// The cards: where to begin, the token with its layers, and the neuron (neuron_card.js). An atlas
+// begins with the layers of the model.
 
 import { changedCard } from "./compare.js";
-import { button, element, fill } from "./elements.js";
+import { range } from "./data.js";
+import { button, chip, closer, countBar, element, fact } from "./elements.js";
+import { help, pill, quiet, refill, table, tokenPill, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
-import { predictionList } from "./predictions.js";
-import { closer, fact, help, pill, tokenPill } from "./parts.js";
 import { ABOUT_H } from "./scales.js";
-import { integer, number, percent, signed } from "./words.js";
+import { BEGIN } from "./state.js";
+import { integer, number, percent, plural, signed } from "./words.js";
 
 const CHIPS = 3; // neurons of a closed layer
-const ENTRIES = 12; // neurons of an opened one, until all are asked for
-
+const ENTRIES = 500; // neurons of an opened one
 const HOW =
   "Hover a token to peek, click to pin it. Then click a neuron to see where it fires.";
+const ABOUT_NEXT =
+  "The ten likeliest next tokens with their probabilities; the framed one is what follows in the " +
+  "text.";
 
 export class Cards {
   constructor(view) {
     this.view = view;
     this.state = view.state;
     this.neuron = new NeuronCard(this);
-    this.open = false; // all neurons of the opened layer are listed
-    this.kept = new WeakMap(); // the token card of each side, with what it shows
     this.box = element("div.tw-cards");
-    this.spoken = element("div.tw-said", { "aria-live": "polite" });
-  }
-
-  // Lists that were opened belong to what was selected.
-  changed(trait) {
-    if (["token", "layer", "side"].includes(trait)) this.open = false;
-    if (["neuron", "layer", "side"].includes(trait)) this.neuron.far = false;
+    this.spoken = element("span.tw-end", { role: "status" }); // is read aloud
   }
 
   show() {
     const { state } = this;
     const { side, token, layer, neuron } = state.selected();
-    if (!side.T) {
-      this.box.replaceChildren();
-      return;
-    }
-    const nodes = [];
-    const peek = token === null && state.peek?.token !== undefined ? state.peek : null;
-    const from = peek ?? { side, token };
-    if (from.token === null) nodes.push(this.startCard(side));
-    else {
-      for (const one of state.header.aligned ? state.sides : [from.side]) {
-        const opened = one === side || state.header.aligned ? layer : null;
-        nodes.push(this.tokenCard(one, from.token, opened, peek !== null));
-      }
-    }
-    const changed = state.sides.length === 2 && changedCard(state);
-    if (changed) nodes.push(changed);
-    const sharing = neuron !== null && layer !== null ? state.sharing(side) : [];
-    if (sharing.length) nodes.push(...sharing.map((one) => this.neuron.build(one, layer, neuron)));
-    this.box.classList.toggle("tw-pair", sharing.length === 2);
-    const active = this.view.active();
-    const focus = this.box.contains(active) ? active.dataset.focus : null;
-    fill(this.box, nodes);
-    if (focus && !this.box.contains(active))
-      this.box.querySelector(`[data-focus="${focus}"]`)?.focus({ preventScroll: true });
+    const chosen = neuron !== null && layer !== null;
+    const sharing = chosen ? state.sharing(side) : [];
+    const nodes = side.T ? this.passageCards(side, token, layer) : [];
+    if (!side.T && !chosen) nodes.push(layersCard(this.view, side));
+    nodes.push(sharing.map((one) => this.neuron.build(one, layer, neuron)));
+    refill(this.box, nodes);
     this.say(side, token, layer, neuron);
   }
 
-  // What screen readers read aloud.
+  // The selected token, or the one under the pointer; of two sides with the same tokens both.
+  passageCards(side, token, layer) {
+    const { state } = this;
+    const peek = token === null && state.peek?.token !== undefined ? state.peek : null;
+    const from = peek ?? { side, token };
+    const changed = state.sides.length === 2 && changedCard(state);
+    if (from.token === null) return [this.startCard(side), changed];
+    const shown = state.header.aligned ? state.sides : [from.side];
+    const opened = (one) => (one === side || state.header.aligned ? layer : null);
+    const card = (one) => this.tokenCard(one, from.token, opened(one), peek !== null);
+    return [...shown.map(card), changed];
+  }
+
   say(side, token, layer, neuron) {
-    const parts = [];
-    if (token !== null) parts.push(`token ${token}: ${side.text(token).trim() || "white space"}`);
-    if (layer !== null) parts.push(`layer ${layer}`);
-    if (token !== null && layer !== null) parts.push(`${side.count(layer, token)} active`);
-    if (neuron !== null) parts.push(`neuron ${neuron}`);
-    const text = parts.join(", ");
+    const parts = [
+      token !== null && `token ${token}: ${side.text(token).trim() || "white space"}`,
+      layer !== null && `layer ${layer}`,
+      token !== null && layer !== null && `${side.count(layer, token)} active`,
+      neuron !== null && `neuron ${neuron}`,
+    ];
+    const text = parts.filter(Boolean).join(", ");
     if (this.spoken.textContent !== text) this.spoken.textContent = text;
   }
 
   startCard(side) {
-    const { state } = this;
-    const go = (preset) =>
-      side.number ? state.put({ side: 1, ...preset.view }) : state.goTo(preset);
-    const items = side.about.starts_with.slice(1).map((preset) => {
-      const note = element("span", { dir: "auto" }, preset.note);
-      return element("li", button(".tw-start", () => go(preset), element("b", preset.name), note));
-    });
-    return element(
-      "section.tw-card.tw-begin",
-      element("h4", "Where to begin"),
-      element("p.tw-quiet", HOW),
-      element("ul", items),
+    const rows = side.about.starts_with.slice(1).map((preset) =>
+      button(
+        ".tw-item",
+        () => this.state.put({ ...BEGIN, side: side.number, ...preset.view }),
+        element("b", preset.name),
+        element("span", { dir: "auto" }, preset.note),
+      ),
     );
+    const title = element("div.tw-card-head", element("h4", "Where to begin"));
+    const places = table("auto minmax(0, 1fr)", [], rows);
+    return element("section.tw-card.tw-begin", title, quiet(HOW), places);
   }
 
   tokenCard(side, token, layer, peeking) {
     const { state } = this;
-    const [first, last] = state.range(side);
-    const layers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
-    const shown = [token, peeking, first, last, state.capacity()].join();
-    let card = this.kept.get(side);
-    if (card?.shown !== shown) {
-      const other = state.header.aligned && side.number ? state.sides[0] : null;
-      const box = element("div.tw-layers");
-      const node = element(
-        `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
-        { "aria-label": "token" },
-        state.header.aligned && element("div.tw-of", side.about.name),
-        this.tokenHead(side, token, peeking),
-        this.tokenFacts(side, token),
-        predictionList(side, token, other),
-        box,
-      );
-      card = { shown, node, box, rows: [] };
-      this.kept.set(side, card);
-    }
+    const layers = range(...state.range(side));
     const most = Math.max(1, ...layers.map((n) => side.count(n, token)));
-    card.rows = layers.map((n, at) => {
-      const as = n === layer ? `opened ${this.open}` : "closed";
-      const { [at]: row } = card.rows;
-      return row?.as === as ? row : { as, node: this.layerRow(side, n, token, most, n === layer) };
-    });
-    fill(card.box, card.rows.map(({ node }) => node));
-    this.press(side, card.box);
-    return card.node;
-  }
-
-  // Only the selected neuron's buttons are pressed.
-  press(side, box) {
-    const selected = this.state.selected();
-    const focus = [side.number, selected.layer, selected.neuron].join("-");
-    for (const node of box.querySelectorAll("[aria-pressed]"))
-      node.ariaPressed = String(selected.side === side && node.dataset.focus === focus);
+    return element(
+      `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
+      { "aria-label": "token" },
+      state.header.aligned && element("div.tw-of", side.about.name),
+      this.tokenHead(side, token, peeking),
+      this.tokenFacts(side, token),
+      predictions(side, token, state.header.aligned && side.number ? state.sides[0] : null),
+      element("div", layers.map((n) => this.layerBox(side, n, token, most, n === layer))),
+    );
   }
 
   tokenHead(side, token, peeking) {
@@ -157,108 +121,184 @@ export class Cards {
     );
   }
 
-  // A layer with the count of its active neurons: the strongest of them, or all where it is opened.
-  layerRow(side, layer, token, most, opened) {
+  // A layer with the count of its active neurons and the strongest of them, or all if it is opened.
+  // A click on its name opens or closes it.
+  layerBox(side, layer, token, most, opened) {
     const { state } = this;
-    const count = side.count(layer, token);
+    const act = () => state.choose(side, { layer: opened ? null : layer, neuron: null });
+    const about = { "aria-expanded": String(opened), "aria-label": `layer ${layer}` };
     const capacity = state.capacity();
-    const name = button(
-      ".tw-layer-name",
-      () => state.choose(side, { layer: opened ? null : layer, neuron: null }),
-      {
-        "aria-expanded": String(opened),
-        data: { focus: `${side.number}-layer-${layer}` },
-        title: opened ? "close the layer" : "open the layer",
-      },
-      `layer ${layer}`,
-    );
-    const bar = element(
-      "span.tw-count",
-      element("i", { style: { width: `${(100 * count) / most}%` } }),
-      element("b", integer(count)),
+    const count = side.count(layer, token);
+    const over =
       side.fullestTile(layer, token) > capacity &&
-        element("em", { title: `a tile holds more than ${capacity}` }),
-    );
-    const strongest = opened ? [] : side.strongest(layer, token, CHIPS);
-    const chips = strongest.map((one) => this.chip(side, layer, one, token));
+      element("em", { title: `a tile holds more than ${capacity}` });
+    const strongest = () =>
+      side.strongest(layer, token, CHIPS).map(({ neuron, value }) => {
+        const title = `layer ${layer}, neuron ${neuron}`;
+        return chip(neuron, value, 3, { title, ...this.choosing(side, layer, neuron, token) });
+      });
     return element(
       `div.tw-layer-box${opened ? ".tw-opened" : ""}`,
-      element("div.tw-layer", name, bar, !opened && element("span.tw-chips", chips)),
+      element(
+        "div.tw-layer",
+        button(".tw-layer-name", act, about, `layer ${layer}`),
+        countBar(count / most, integer(count), over),
+        !opened && element("span.tw-chips", strongest()),
+      ),
       opened && this.layerTable(side, layer, token),
     );
   }
 
-  // Hovering a neuron colours the passage by it, clicking selects it.
-  neuronButton(classes, side, layer, neuron, token, ...parts) {
-    const choose = () => {
-      this.state.peek = null;
-      this.view.keepPlace = true;
-      this.state.chooseNeuron(side, layer, neuron, { token });
+  // Attributes of a neuron's button: hovering colours the passage by it, a click selects it.
+  choosing(side, layer, neuron, token) {
+    const { side: own, layer: of, neuron: chosen } = this.state.selected();
+    return {
+      "aria-pressed": String(own === side && of === layer && chosen === neuron),
+      onpointerenter: () => this.view.peek({ side, layer, neuron }),
+      onpointerleave: () => this.view.peek(null),
+      onclick: () => {
+        this.state.peek = null;
+        this.view.keepPlace = true;
+        this.state.chooseNeuron(side, layer, neuron, { token });
+      },
     };
-    const attributes = {
-      data: { focus: `${side.number}-${layer}-${neuron}` },
-      "aria-pressed": "false",
-      onpointerenter: () => this.view.peekNeuron({ side, layer, neuron }),
-      onpointerleave: () => this.view.peekNeuron(null),
-    };
-    return button(classes, choose, attributes, ...parts);
-  }
-
-  chip(side, layer, { neuron, value }, token) {
-    return this.neuronButton(
-      value < 0 ? ".tw-chip.tw-minus" : ".tw-chip",
-      ...[side, layer, neuron, token],
-      { title: `layer ${layer}, neuron ${neuron}` },
-      element("span", String(neuron)),
-      element("b", signed(value)),
-    );
   }
 
   layerTable(side, layer, token) {
     const count = side.count(layer, token);
-    if (!count) return element("p.tw-quiet.tw-none", "No neuron is active here.");
-    const all = side.strongest(layer, token);
-    const shown = this.open ? all : all.slice(0, ENTRIES);
+    if (!count) return quiet("No neuron is active here.");
+    const shown = side.strongest(layer, token, ENTRIES);
     const most = Math.abs(shown[0].value) || 1;
     const among = { title: `of ${integer(side.about.aggregate ?? 0)} tokens` };
-    const head = element(
-      "div.tw-entry.tw-entry-head",
-      ["neuron", ""].map((name) => element("span", name)),
-      element("span", "h", help(ABOUT_H)),
-      element("span", { title: "of the sum of |h| in this layer" }, "share"),
-      side.rate && element("span", among, "fires"),
-    );
+    const names = ["neuron", "", ["h", help(ABOUT_H)], "share"];
+    if (side.rate) names.push(element("span", among, "fires"));
     const covered = shown.reduce((sum, one) => sum + one.share, 0);
-    const under = [
-      `${shown.length} of ${count}, ${percent(Math.min(covered, 1))} of the sum of |h|`,
+    const kept = `${shown.length} of ${count}, ${percent(Math.min(covered, 1))} of the sum of |h|`;
+    const rows = shown.map((one) => this.entry(side, layer, one, token, most));
+    const columns = `auto minmax(40px, 1fr) 58px 44px${side.rate ? " 52px" : ""}`;
+    return [
+      element("div.tw-scrolled", table(columns, names, rows)),
+      shown.length < count && quiet(kept),
     ];
-    if (all.length > shown.length) {
-      const which = all.length === count ? "all" : `the ${all.length} kept`;
-      const openAll = () => {
-        this.open = true;
-        this.show();
-      };
-      under.push(" \u00b7 ", button(".tw-link", openAll, `show ${which}`));
-    }
-    return element(
-      `div.tw-table${side.rate ? ".tw-rated" : ""}`,
-      head,
-      shown.map((one) => this.entry(side, layer, one, token, most)),
-      element("div.tw-quiet.tw-under", under),
-    );
   }
 
   entry(side, layer, { neuron, value, share }, token, most) {
     const width = `${(50 * Math.abs(value)) / most}%`;
     const style = value < 0 ? { right: "50%", width } : { left: "50%", width };
-    return this.neuronButton(
-      ".tw-entry",
-      ...[side, layer, neuron, token],
+    const sign = value < 0 ? ".tw-minus" : ".tw-plus";
+    return element(
+      "button.tw-item.tw-entry",
+      { type: "button", ...this.choosing(side, layer, neuron, token) },
       element("span", String(neuron)),
-      element("span.tw-both", element(value < 0 ? "i.tw-minus" : "i", { style })),
-      element(value < 0 ? "b.tw-minus" : "b", signed(value)),
+      element("span.tw-both", element(`i${sign}`, { style })),
+      element(`b${sign}`, signed(value)),
       element("span", percent(share)),
       side.rate && element("span", percent(side.rate[layer * side.N + neuron])),
     );
   }
+}
+
+// The tokens that a model expects after a token, and what follows. other: a side with the same
+// tokens, to whose probabilities these are compared.
+function predictions(side, token, other) {
+  const predicted = side.predictions(token);
+  if (!predicted) return null;
+  const following = side.following(token);
+  const comes = following === null ? null : side.text(following);
+  const before = other?.predictions(token) ?? [];
+  const outside = (words) => comes !== null && !words.some(({ text }) => text === comes);
+  const actual = (one) => ({ text: comes, probability: Math.exp(-one.surprise[following]) });
+  const rest = predicted.length; // where what follows is listed if it is not among the likeliest
+  if (outside(predicted)) predicted.push(actual(side));
+  if (other && outside(before)) before.push(actual(other));
+  const word = ({ text, probability }, n) => {
+    const known = before.find((one) => one.text === text);
+    const change = known && 100 * (probability - known.probability);
+    const moved = known ? Math.abs(change) >= 0.1 && signed(change, 2) : other && "new";
+    const title = "change in percentage points";
+    const classes = `.tw-expected${text === comes ? ".tw-comes" : ""}`;
+    return [n === rest && "\u2026", wordWith(classes, text, percent(probability), moved, title)];
+  };
+  return element(
+    "div.tw-next",
+    element("h5", "predicts next", help(ABOUT_NEXT)),
+    element("div.tw-words", predicted.map(word)),
+  );
+}
+
+// What the pointer tells about the token below it.
+export function tokenTitle(state) {
+  const { side, token, layer } = state.peek;
+  const [first, last] = layer === undefined ? state.range(side) : [layer, layer];
+  const where = first === last ? `in layer ${first}` : "mean over layers";
+  const surprise = side.surprise[token];
+  const lines = [
+    `token ${integer(token)}: ${side.text(token)}`,
+    `active ${where}: ${number(side.means(first, last)[token])}`,
+    `surprise: ${Number.isNaN(surprise) ? "first token" : `${number(surprise)} nats`}`,
+  ];
+  const shown = state.shownNeuron(side);
+  if (shown) {
+    const { tokens, values } = side.column(shown.layer, shown.neuron);
+    const silent = side.fires ? "not among those kept" : "silent";
+    const h = tokens.includes(token) ? signed(values[tokens.indexOf(token)]) : silent;
+    lines.push(`h of ${shown.layer} \u00b7 ${shown.neuron}: ${h}`);
+  }
+  return lines.join("\n");
+}
+
+// Name and size of a model, and what is known of it.
+export function modelFacts({ about, fires, L, N }) {
+  const { name, tokens, source } = about;
+  const dead = fires ? fires.reduce((sum, count) => sum + (count === 0), 0) : 0;
+  const facts = [
+    `${plural(L, "layer")} of ${integer(N)} neurons`,
+    fires && `${percent(dead / fires.length)} dead`,
+    tokens !== null && `counted over ${plural(tokens, "token")}`,
+    source?.run && source.run !== name && source.run,
+    !about.weights && "no weights: no promoted words, no similar neurons",
+  ];
+  return facts.filter(Boolean);
+}
+
+// Of each layer: active neurons, dead ones, and how strongly they fire. A click searches in it.
+function layersCard(view, side) {
+  const overview = side.catalog?.chunk("overview");
+  if (!overview) return null;
+  if (!overview.fires) return quiet("There are no statistics without an aggregate.");
+  const rows = range(0, overview.L - 1).map((layer) => layerRow(overview, layer));
+  const most = Math.max(...rows.map(({ active }) => active));
+  const { within } = view.state.query;
+  const line = ({ active, cells }, layer) =>
+    button(
+      ".tw-item",
+      () => view.browse.ask({ within: within === layer ? null : layer }),
+      { "aria-pressed": String(within === layer), title: "search in it" },
+      element("b", String(layer)),
+      countBar(active / most, number(active)),
+      cells.map((text) => element("span", text)),
+    );
+  const names = ["layer", "active a token", "dead", "median rate", "median |h|"];
+  return element(
+    "section.tw-card.tw-overview",
+    { "aria-label": "layers" },
+    element("div.tw-card-head", element("h4", "Layers")),
+    table("auto minmax(60px, 1fr) auto auto auto", names, rows.map(line)),
+    quiet("A click on a layer searches in it, one on a neuron opens its card."),
+  );
+}
+
+function layerRow({ fires, strength, about, N }, layer) {
+  const own = (values) => values.subarray(layer * N, (layer + 1) * N);
+  const alive = (values) => values.filter((_, n) => own(fires)[n]).sort();
+  const middle = (sorted) => sorted[Math.floor(sorted.length / 2)] ?? 0;
+  const rates = alive(own(fires));
+  return {
+    active: rates.reduce((sum, count) => sum + count, 0) / about.tokens,
+    cells: [
+      percent(1 - rates.length / N),
+      percent(middle(rates) / about.tokens),
+      number(middle(alive(own(strength)))),
+    ],
+  };
 }

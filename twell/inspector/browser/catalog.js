@@ -1,5 +1,5 @@
-// All neurons of a model (twell/inspector/catalog.py): chunks, loaded when they are needed, and the
-// cards that they make.
+// All neurons of a model (twell/inspector/catalog.py): chunks, which load when they are needed, and
+// the cards that they make.
 
 import { readBlock } from "./data.js";
 
@@ -11,7 +11,7 @@ export class Catalog {
     this.noted = new Map(); // one's own notes since
   }
 
-  // A chunk, or undefined while it loads; { error } where there is none.
+  // A chunk, or undefined while it loads; { error } if there is none.
   chunk(name) {
     if (!this.chunks.has(name)) {
       this.chunks.set(name, undefined);
@@ -25,17 +25,12 @@ export class Catalog {
     try {
       read = await readBlock(await this.load(name));
       if (name === "overview") read = new Overview(read);
-      if (name === "text") read = new Text(read, await this.overview());
+      if (name === "text") read = new Text(read, this.chunk("overview"));
     } catch (error) {
       read = { error: error.message };
     }
     this.chunks.set(name, read);
     this.changed();
-  }
-
-  async overview() {
-    while (!this.chunk("overview")) await new Promise((done) => setTimeout(done));
-    return this.chunk("overview");
   }
 
   // What is known of a neuron: undefined until the overview is there.
@@ -51,8 +46,8 @@ export class Catalog {
     };
     if (overview.fires) {
       Object.assign(card, overview.facts(layer, neuron));
-      use(`layer-${layer}`, (chunk) => readLayer(card, chunk, overview, neuron));
-      use("text", (text) => readExamples(card, text, overview, layer, neuron));
+      use(`layer-${layer}`, (chunk) => readLayer(card, chunk, neuron));
+      use("text", (text) => readExamples(card, text, layer, neuron));
     }
     if (overview.about.weights) use(`words-${layer}`, (chunk) => readWords(card, chunk, neuron));
     return card;
@@ -65,13 +60,9 @@ export class Catalog {
 }
 
 class Overview {
-  constructor({ header, array, floats }) {
-    this.about = header;
-    this.N = header.neurons;
-    this.L = header.layers;
-    this.fires = array("fires"); // undefined without an aggregate
-    this.peaks = array("peaks");
-    for (const name of ["mean", "strength", "largest"]) this[name] = floats(name);
+  // fires, peaks, mean, strength and largest: undefined without an aggregate.
+  constructor({ header, arrays }) {
+    Object.assign(this, arrays, { about: header, N: header.neurons, L: header.layers });
     this.places = this.fires ? header.top + header.quantiles.length : 0; // of each neuron
     this.width = this.fires ? header.before + 1 + header.after : 0; // tokens of an example
   }
@@ -91,69 +82,51 @@ class Overview {
   }
 }
 
-// The text around all examples: tokens in the order of the text, with gaps.
-export class Text {
-  constructor({ array }, overview) {
-    this.token = array("text"); // index of the overview's strings
-    this.strings = overview.about.strings;
-    const gap = array("gap");
-    const lengths = array("lengths");
-    this.number = new Uint32Array(gap.length); // of the token in the whole text
-    this.sequence = new Uint32Array(gap.length);
-    this.starts = new Float64Array(lengths.length); // of sequences
-    for (let s = 1; s < lengths.length; s++) this.starts[s] = this.starts[s - 1] + lengths[s - 1];
-    let number = 0;
-    let sequence = 0;
-    for (let at = 0; at < gap.length; at++) {
-      number += gap[at];
-      while (number >= this.starts[sequence + 1]) sequence++;
-      this.number[at] = number;
-      this.sequence[at] = sequence;
-    }
-    this.at = array("at"); // of each place: its index here, from 1
+// The text around all examples: tokens in the order of the text, with gaps. text: of each token its
+// string; position: in its sequence; at: of each place its index here, from 1; 0: none.
+class Text {
+  constructor({ arrays: { text, sequence, position, at } }, { about }) {
+    Object.assign(this, { about, strings: about.strings, token: text, sequence, position, at });
+    // The first and the last token of the run without gaps that a token is in.
+    const size = text.length;
+    this.first = new Uint32Array(size);
+    this.last = new Uint32Array(size).fill(size - 1);
+    const goesOn = (n) => sequence[n] === sequence[n - 1] && position[n] === position[n - 1] + 1;
+    for (let n = 1; n < size; n++) this.first[n] = goesOn(n) ? this.first[n - 1] : n;
+    for (let n = size - 2; n >= 0; n--) this.last[n] = goesOn(n + 1) ? this.last[n + 1] : n;
   }
 
-  // First and last index of the tokens around one, of those before and after it that are its own.
-  around(at, before, after) {
-    const same = (to) =>
-      this.sequence[to] === this.sequence[at] && this.number[to] - this.number[at] === to - at;
-    let first = at;
-    let last = at;
-    while (first > 0 && at - first < before && same(first - 1)) first--;
-    while (last + 1 < this.number.length && last - at < after && same(last + 1)) last++;
-    return [first, last];
-  }
-
-  position(at) {
-    return this.number[at] - this.starts[this.sequence[at]];
+  // The first and the last token of the example around one.
+  around(at) {
+    const { before, after } = this.about;
+    return [Math.max(this.first[at], at - before), Math.min(this.last[at], at + after)];
   }
 }
 
-function readLayer(card, { array, floats }, overview, neuron) {
-  const bins = card.edges.length - 1;
-  const { together } = overview.about;
-  card.histogram = Array.from(array("histogram").subarray(neuron * bins, (neuron + 1) * bins));
-  card.values = floats("value").subarray(neuron * overview.places, (neuron + 1) * overview.places);
-  const size = overview.places * overview.width;
-  const near = overview.about.near && array("near").subarray(neuron * size, (neuron + 1) * size);
-  card.near = near || null;
-  const phi = floats("phi");
-  card.together = [];
-  for (let at = neuron * together; at < (neuron + 1) * together; at++)
-    if (array("together")[at]) card.together.push([array("together")[at] - 1, phi[at]]);
+function readLayer(card, { arrays }, neuron) {
+  const { overview } = card;
+  const rowOf = (values, size) => values.subarray(neuron * size, (neuron + 1) * size);
+  const { together, near } = overview.about;
+  card.histogram = Array.from(rowOf(arrays.histogram, card.edges.length - 1));
+  card.values = rowOf(arrays.value, overview.places);
+  card.near = near ? rowOf(arrays.near, overview.places * overview.width) : null;
+  const phi = rowOf(arrays.phi, together);
+  card.together = Array.from(rowOf(arrays.together, together), (other, n) => [other - 1, phi[n]]);
+  card.together = card.together.filter(([other]) => other >= 0);
 }
 
 // Examples: { value, quantile, tokens, shades, here, sequence, position }; shades: h of each token,
-// null where it is not kept.
-function readExamples(card, text, overview, layer, neuron) {
+// null if it is not kept.
+function readExamples(card, text, layer, neuron) {
   if (!card.values) return;
-  const { top, quantiles, before, after } = overview.about;
+  const { overview } = card;
+  const { top, quantiles, before } = overview.about;
   const from = (layer * overview.N + neuron) * overview.places;
   const examples = [];
   for (let place = 0; place < overview.places; place++) {
     const at = text.at[from + place] - 1;
     if (at < 0) continue;
-    const [first, last] = text.around(at, before, after);
+    const [first, last] = text.around(at);
     const value = card.values[place];
     const shade = (_, n) => {
       if (first + n === at) return value;
@@ -165,30 +138,28 @@ function readExamples(card, text, overview, layer, neuron) {
     examples.push({
       ...{ value, tokens, here: at - first, shades: tokens.map(shade) },
       quantile: place < top ? null : quantiles[place - top],
-      ...{ sequence: text.sequence[at], position: text.position(at), number: text.number[at] },
+      ...{ sequence: text.sequence[at], position: text.position[at] },
     });
   }
   card.top = examples.filter(({ quantile }) => quantile === null);
   card.quantiles = examples.filter(({ quantile }) => quantile !== null);
 }
 
-function readWords(card, { header, array, floats }, neuron) {
-  const each = (array("word")?.length ?? 0) / card.overview.N;
-  const change = floats("change");
-  const words = Array.from({ length: each }, (_, n) => {
-    const at = neuron * each + n;
-    return [header.strings[array("word")[at]], change[at]];
-  });
-  if (each) {
-    card.promotes = words.slice(0, each / 2);
-    card.suppresses = words.slice(each / 2);
-  }
+function readWords(card, { header, arrays }, neuron) {
   const { N } = card.overview;
+  const rowOf = (values) => {
+    const each = values.length / N;
+    return values.subarray(neuron * each, (neuron + 1) * each);
+  };
+  if (arrays.word) {
+    const change = rowOf(arrays.change);
+    const words = Array.from(rowOf(arrays.word), (word, n) => [header.strings[word], change[n]]);
+    card.promotes = words.slice(0, words.length / 2);
+    card.suppresses = words.slice(words.length / 2);
+  }
   card.like = header.like.map((name) => {
-    const count = array(name).length / N;
-    const cosine = floats(`${name}_cosine`);
-    const row = Array.from({ length: count }, (_, n) => neuron * count + n);
-    const pair = (at) => [Math.floor(array(name)[at] / N), array(name)[at] % N, cosine[at]];
-    return [name, row.map(pair)];
+    const cosine = rowOf(arrays[`${name}_cosine`]);
+    const pair = (at, n) => [Math.floor(at / N), at % N, cosine[n]];
+    return [name, Array.from(rowOf(arrays[name]), pair)];
   });
 }

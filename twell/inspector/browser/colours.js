@@ -1,10 +1,12 @@
-// Colours of values: ramps of 256 colours, and scales that give every value its place in one.
+// Colours of values: ramps of 256 colours, and scales that give every value a colour.
+
+const FAINT = 0.1; // the place of the least value: what is not 0 is never as pale as 0
 
 export function channels(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-// As ImageData holds a pixel.
+// A colour as ImageData holds it.
 export function pixel([r, g, b]) {
   return (255 << 24) | (b << 16) | (g << 8) | r;
 }
@@ -41,42 +43,23 @@ export class Ramp {
   }
 }
 
-// What is not 0 is never as pale as 0.
-const FAINT = 0.1;
-
-// Counts ("log") rise by their logarithm from the least to the largest, surprise ("linear") evenly,
-// signed values both ways from 0. The scale has index (the colour of a value), at (the value at a
-// fraction of the width) and ticks (fraction, value).
-export function makeScale(kind, largest, label, ramps, least = 1) {
+// A scale from `least` to `largest`: "log" for counts, "linear" for surprise, "signed" for values
+// that rise both ways from 0. index(value) is its colour in the ramp, at(fraction) the value at a
+// fraction of the width.
+export function makeScale(kind, [least, largest], label, ramps) {
   const top = largest > 0 ? largest : 1;
   const low = Math.min(least, top);
   const span = Math.log(top / low);
-  const rise = (v) => (kind !== "log" ? v / top : span ? Math.log(v / low) / span : 1);
-  const share = (v) => FAINT + (1 - FAINT) * Math.min(Math.max(rise(Math.abs(v)), 0), 1);
-  const scale = { kind, top, label, ramp: ramps.sequential };
-  scale.index = (v) => (v === 0 ? 0 : Math.round(255 * share(v)));
-  scale.at = (t) => t * top;
-  scale.ticks = [0, top / 2, top].map((v) => [rise(v), v]);
-  if (kind === "log") {
-    scale.at = (t) => low * Math.exp(t * span);
-    scale.ticks = ticksOfLog(low, top).map((v) => [rise(v), v]);
-  } else if (kind === "signed") {
-    scale.ramp = ramps.diverging;
-    scale.index = (v) => (v === 0 ? 128 : Math.round(127.5 + 127.5 * Math.sign(v) * share(v)));
-    scale.at = (t) => (2 * t - 1) * top;
-    scale.ticks = [-top, 0, top].map((v, n) => [n / 2, v]);
-  }
-  return scale;
-}
-
-// 1, 2, 5 and their tenfolds, apart from each other and from the ends.
-function ticksOfLog(low, top) {
-  const apart = Math.log(top / low) / 7;
-  const ticks = [low];
-  for (let power = 10 ** Math.floor(Math.log10(low)); power < top; power *= 10)
-    for (const tick of [power, 2 * power, 5 * power])
-      if (Math.log(tick / ticks.at(-1)) > apart && Math.log(top / tick) > apart) ticks.push(tick);
-  return top > low ? [...ticks, top] : [low];
+  const signed = kind === "signed";
+  const place = (size) => (kind !== "log" ? size / top : span ? Math.log(size / low) / span : 1);
+  const share = (v) => FAINT + (1 - FAINT) * Math.min(Math.max(place(Math.abs(v)), 0), 1);
+  const middle = signed ? 127.5 : 0;
+  return {
+    ...{ kind, top, label, ramp: signed ? ramps.diverging : ramps.sequential },
+    index: (v) =>
+      v === 0 ? Math.ceil(middle) : Math.round(middle + (255 - middle) * Math.sign(v) * share(v)),
+    at: (t) => (signed ? (2 * t - 1) * top : kind === "log" ? low * Math.exp(t * span) : t * top),
+  };
 }
 
 // Light or dark, as the background of the element: JupyterLab's theme, the page's, the system's.
@@ -88,15 +71,17 @@ export function isDark(element) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-// The ramps of a view that is light or dark as what surrounds it, and the variables of its style
-// that canvases use: asked for while drawing, they would cost a layout.
+// Make a view light or dark. Return its ramps, and the colours of its style that canvases use.
 export function themeOf(root, palettes) {
   const dark = isDark(root.parentElement);
-  root.classList.toggle("tw-dark", dark);
-  const { sequential, diverging } = palettes[dark ? "dark" : "light"];
-  const style = getComputedStyle(root);
+  const theme = dark ? "dark" : "light";
+  root.style.colorScheme = theme;
+  const { sequential, diverging } = palettes[theme];
   const ramps = { dark, sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
-  for (const name of ["cell", "out", "over", "muted", "accent", "line"])
-    ramps[name] = style.getPropertyValue(`--tw-${name}`).trim();
+  for (const name of ["cell", "out", "over", "muted", "accent"]) {
+    root.style.color = `var(--tw-${name})`;
+    ramps[name] = getComputedStyle(root).color.match(/\d+/g).map(Number);
+  }
+  root.style.color = "";
   return ramps;
 }

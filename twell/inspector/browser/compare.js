@@ -1,88 +1,114 @@
-// Two models beside each other: which neurons changed most, and how alike the selected one is.
+// Two sides beside each other: which neurons changed most, how alike the selected one is in two
+// models, and what was changed in a live model.
 
-import { button, element } from "./elements.js";
-import { help } from "./parts.js";
-import { number, percent } from "./words.js";
+import { button, closer, element, help, labelled, numberBox, quiet, table } from "./elements.js";
+import { number, percent, signed } from "./words.js";
 
-const MOST = 20;
 const ABOUT_CHANGED =
-  "The mean over this text\u2019s tokens of the size of the difference of h, right minus left.";
+  "The mean over this text\u2019s tokens of the size of the difference of h, right minus left, " +
+  "without the first token of each sequence.";
 const ABOUT_ALIKE =
-  "The cosine of the neuron\u2019s weights in the two models: of what makes it fire (input), and of " +
-  "what it adds to the output (output); 1 is the same direction.";
+  "The cosine of the neuron\u2019s weights in the two models: of what makes it fire (input), and " +
+  "of what it adds to the output (output); 1 is the same direction.";
+const ABOUT_CHANGE =
+  "The model runs again with another h of this neuron in the output of its layer, at every " +
+  "token; the second side shows what becomes of it.";
+const TWO =
+  "Changes are shown beside the unchanged model, and this view compares already: a view of one " +
+  "model and one text has them.";
 
-// The neurons with the largest mean |difference of h|: layer, neuron, change.
-export function changedMost(left, right, skipFirst) {
-  return right.remember(`changed most ${skipFirst}`, () => {
-    const sums = new Float64Array(right.L * right.N);
-    for (const row of right.rows(0, right.L - 1, skipFirst))
-      addChanges(sums, left, right, row, right.N * Math.floor(row / right.T));
-    const tokens = [...right.rows(0, 0, skipFirst)].length;
-    const changed = Array.from(sums.keys()).filter((at) => sums[at] > 0);
-    changed.sort((a, b) => sums[b] - sums[a] || a - b);
-    const one = (at) => ({ layer: Math.floor(at / right.N), neuron: at % right.N });
-    return changed.slice(0, MOST).map((at) => ({ ...one(at), change: sums[at] / tokens }));
-  });
-}
-
-// Adds |difference| of a token and layer to the sums: the neurons of both sides ascend.
-function addChanges(sums, a, b, row, first) {
-  let [i, j] = [a.pointer[row], b.pointer[row]];
-  const [last, end] = [a.pointer[row + 1], b.pointer[row + 1]];
-  while (i < last || j < end) {
-    const neuron = Math.min(i < last ? a.neuron[i] : Infinity, j < end ? b.neuron[j] : Infinity);
-    const before = i < last && a.neuron[i] === neuron ? a.value[i++] : 0;
-    const after = j < end && b.neuron[j] === neuron ? b.value[j++] : 0;
-    sums[first + neuron] += Math.abs(after - before);
-  }
-}
-
-// The list as a card; null where no token of a neuron has a difference.
+// The neurons that changed most, as a card; null if the sides cannot be compared.
 export function changedCard(state) {
-  const [left, right] = state.sides;
-  const { aligned, paired } = state.header;
-  if (!aligned || !paired || !right.T) return null;
-  const changed = changedMost(left, right, state.get("skip_first"));
+  const { changed } = state.header;
+  if (!changed) return null;
   const selected = state.selected();
-  const rows = changed.map(({ layer, neuron, change }) => {
+  const rows = changed.map(([layer, neuron, change]) => {
     const chosen = selected.layer === layer && selected.neuron === neuron;
-    const fires = [left, right].map((side) => percent(side.firings(layer, neuron) / side.T));
+    const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
-      ".tw-entry",
+      ".tw-item.tw-entry",
       () => state.chooseNeuron(selected.side, layer, neuron),
-      { "aria-pressed": String(chosen), data: { focus: `changed-${layer}-${neuron}` } },
+      { "aria-pressed": String(chosen) },
       element("span", `${layer} \u00b7 ${neuron}`),
       element("b", number(change)),
-      element("span", fires[0]),
-      element("span", fires[1]),
+      state.sides.map(share),
     );
   });
-  const kept = left.fires || right.fires ? " Of weak values only those that are kept count." : "";
+  const names = ["neuron", "change", "fires left", "right"];
   return element(
     "section.tw-card.tw-changed-most",
     { "aria-label": "neurons that changed most" },
-    element("h4", "Changed most", help(ABOUT_CHANGED + kept)),
+    element("div.tw-card-head", element("h4", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
-      ? element(
-          "div.tw-table",
-          element(
-            "div.tw-entry.tw-entry-head",
-            ["neuron", "change", "fires left", "right"].map((name) => element("span", name)),
-          ),
-          rows,
-        )
-      : element("p.tw-quiet", "No value of any neuron differs in this text."),
+      ? table("repeat(4, minmax(0, 80px))", names, rows)
+      : quiet("No value of any neuron differs in this text."),
   );
 }
 
 // How alike a neuron is in the two models; null for one model.
-export function alikeness(state, layer, neuron) {
-  const [input, output] = state.header?.alike ?? []; // an atlas has no header
+export function alikeness({ header, sides }, layer, neuron) {
+  const [input, output] = header.alike;
   if (!input) return null;
-  const at = layer * state.sides[0].N + neuron;
+  const at = layer * sides[0].N + neuron;
+  const cosines = `input ${input[at].toFixed(2)}, output ${output[at].toFixed(2)}`;
+  return quiet(`weights in both: ${cosines}`, help(ABOUT_ALIKE));
+}
+
+const isOf = (layer, neuron) => (change) => change.layer === layer && change.neuron === neuron;
+
+// The difference of surprise to the unchanged model is shown.
+function change(state, changes) {
+  const view = { colour: "surprise", scale: "all", difference: true };
+  state.put({ ...(changes.length ? view : { difference: false, side: 0 }), changes });
+}
+
+// Silence, scale or set a neuron; null if there is no model to run.
+export function changeControls(state, layer, neuron) {
+  if (!state.get("runs")) return null;
+  if (state.sides[1] && !state.sides[1].about.changes.length) return quiet(TWO);
+  const now = state.get("changes").find(isOf(layer, neuron));
+  const to = (how) => {
+    const others = state.get("changes").filter((one) => !isOf(layer, neuron)(one));
+    change(state, how ? [...others, { layer, neuron, ...how }] : others);
+  };
+  const box = (sign, name, label) =>
+    labelled(
+      sign,
+      numberBox(label, now?.[name], (value) => to(value === null ? null : { [name]: value })),
+    );
+  const silent = now?.scale === 0;
+  const silence = () => to(silent ? null : { scale: 0 });
   return element(
-    "p.tw-quiet.tw-alike",
-    `weights in both: input ${input[at].toFixed(2)}, output ${output[at].toFixed(2)}`,
-    help(ABOUT_ALIKE),
+    "div.tw-change",
+    element("span.tw-quiet", "h becomes", help(ABOUT_CHANGE)),
+    button(".tw-copy", silence, { "aria-pressed": String(silent) }, "0, silent"),
+    box("times", "scale", "scale the neuron by"),
+    box("fixed at", "value", "set the neuron to"),
+    now && button(".tw-link", () => to(null), "undo"),
   );
+}
+
+function described({ layer, neuron, scale, value }) {
+  const what = scale === 0 ? "silent" : scale === undefined ? `= ${value}` : `\u00d7 ${scale}`;
+  return `${layer} \u00b7 ${neuron} ${what}`;
+}
+
+// All changes, and the loss before and after; null if nothing is changed.
+export function changeStrip(state) {
+  const [before, after] = state.sides;
+  const changes = after?.about.changes ?? [];
+  if (!changes.length) return null;
+  const live = state.get("runs");
+  const undo = (one) =>
+    closer(`undo ${described(one)}`, () =>
+      change(state, changes.filter((other) => other !== one)),
+    );
+  const chips = changes.map((one) => element("span.tw-changed", described(one), live && undo(one)));
+  const loss = element(
+    "b",
+    `loss ${before.loss().toFixed(3)} \u2192 ${after.loss().toFixed(3)} nats ` +
+      `(${signed(after.loss() - before.loss())})`,
+  );
+  const all = live && button(".tw-link", () => change(state, []), "undo all");
+  return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, loss);
 }

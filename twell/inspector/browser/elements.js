@@ -1,16 +1,20 @@
-// One helper makes every element of the view.
+// Helpers that make and replace the elements of the view, and small parts that several cards share.
+
+import { BYTES, signed } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
+const CONTROLS = "button, select, input";
 
-// A tag with classes, "button.tw-close" or "svg:rect". An object is attributes; null, undefined and
-// false are left out; everything else is a child. Text becomes text nodes, never HTML.
+// Make an element. The tag may have classes, as in "button.tw-close" or "svg:rect". Objects are
+// attributes; null, undefined and false are skipped; everything else is a child. Text becomes text
+// nodes, never HTML.
 export function element(tag, ...parts) {
   const [name, ...classes] = tag.split(".");
   const node = name.startsWith("svg:")
     ? document.createElementNS(SVG, name.slice(4))
     : document.createElement(name);
   if (classes.length) node.setAttribute("class", classes.join(" "));
-  for (const part of parts.flat()) {
+  for (const part of parts.flat(Infinity)) {
     if (part === null || part === undefined || part === false) continue;
     if (typeof part !== "object" || part instanceof Node) node.append(part);
     else assign(node, part);
@@ -33,10 +37,129 @@ export function button(classes, onclick, ...parts) {
   return element(`button${classes}`, { type: "button", onclick }, ...parts);
 }
 
-// Make these the children of a node. What is there already stays: it keeps its focus and its layout.
-export function fill(parent, nodes) {
-  for (const node of [...parent.childNodes]) if (!nodes.includes(node)) node.remove();
-  nodes.forEach((node, n) => {
-    if (parent.childNodes[n] !== node) parent.insertBefore(node, parent.childNodes[n] ?? null);
+// A select of [value, name] pairs. choose(value) is called when the reader takes one.
+export function select(label, pairs, chosen, choose, attributes = {}) {
+  const options = pairs.map(([value, name]) =>
+    element("option", { selected: value === chosen }, name),
+  );
+  const onchange = ({ target }) => choose(pairs[target.selectedIndex][0]);
+  return element("select", { "aria-label": label, onchange, ...attributes }, options);
+}
+
+// Replace the children of a node if what it shows has changed. shown: a text that says what.
+export function renew(parent, shown, build) {
+  if (parent.shown === shown) return;
+  parent.shown = shown;
+  refill(parent, build());
+}
+
+// Replace the children of a node. The control that had the focus keeps it: it is found by its name,
+// and by its place among controls of the same name. Text that is being typed is kept.
+export function refill(parent, ...nodes) {
+  const { activeElement: active } = parent.getRootNode();
+  const nameOf = (node) => node.ariaLabel || node.title || node.textContent;
+  const controls = () =>
+    [...parent.querySelectorAll(CONTROLS)].filter((node) => nameOf(node) === nameOf(active));
+  const place = active && parent.contains(active) ? controls().indexOf(active) : -1;
+  parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
+  if (place < 0) return;
+  const now = controls()[place];
+  now?.focus(); // a list scrolls to it
+  if (now && typeof active.selectionStart === "number") {
+    now.value = active.value;
+    now.setSelectionRange(active.selectionStart, active.selectionEnd);
+  }
+}
+
+// Would not be seen, or would move other text: controls, format characters, separators, white space
+// but the space itself. Joiners inside emoji and words stay.
+const HIDDEN = /((?!(?<=\S)\u200d)[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}]|(?! )\p{Zs})/u;
+
+// The text of a token as nodes in which everything can be seen. breaks: a line of text ends at a
+// newline. The font shows spaces (dots.css).
+export function pieces(text, breaks = false) {
+  if (BYTES.test(text)) return [element("span.tw-bytes", text)];
+  if (!text) return [element("span.tw-bytes", "empty")];
+  const parts = text.split(HIDDEN).filter(Boolean);
+  return parts.map((part, n) => {
+    if (part === "\n") {
+      const line = breaks && n < parts.length - 1 && element("br");
+      return [element("span.tw-mark", "\u23ce"), line];
+    }
+    if (part === "\t") return element("span.tw-mark", "\u21e5\u00a0\u00a0");
+    if (!HIDDEN.test(part)) return part;
+    const code = part.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+    return element("span.tw-bytes", `U+${code}`);
   });
+}
+
+export function pill(text, special = false) {
+  const classes = special ? "tw-pill.tw-special" : "tw-pill";
+  return element(`span.${classes}`, { dir: "auto" }, pieces(text));
+}
+
+export function tokenPill(side, token) {
+  return pill(side.text(token), side.isSpecial(token));
+}
+
+// A word with a number, and a smaller number beside it.
+export function wordWith(classes, text, value, more, title) {
+  const small = more && element("small", { title }, more);
+  return element(`span.tw-word${classes}`, pill(text), element("b", value), small);
+}
+
+export function fact(name, value) {
+  return element("div.tw-fact", element("span", name), element("b", value));
+}
+
+export function quiet(...parts) {
+  return element("p.tw-quiet", ...parts);
+}
+
+// A control with a name before it.
+export function labelled(name, ...controls) {
+  return element("label.tw-group", name, controls);
+}
+
+// A box for a number. choose(number) is called when the reader has typed one, with null if the box
+// was emptied.
+export function numberBox(label, value, choose, attributes = {}) {
+  return element("input.tw-number", {
+    ...{ type: "number", step: "any", value: value ?? "", "aria-label": label },
+    onchange: ({ target }) => choose(target.value === "" ? null : Number(target.value)),
+    ...attributes,
+  });
+}
+
+// A question mark that explains a label in one sentence: below the pointer, or in a box when it is
+// pressed.
+export function help(sentence) {
+  const box = element("div.tw-tip", { popover: "auto" }, sentence);
+  const about = { type: "button", title: sentence, "aria-label": "explanation" };
+  const mark = element("button.tw-help", about, "?");
+  mark.popoverTargetElement = box;
+  return [mark, box];
+}
+
+export function closer(label, act) {
+  return button(".tw-close", act, { "aria-label": label, title: label }, "\u00d7");
+}
+
+// A table of rows that are buttons (".tw-item"). columns: their widths; names: their titles.
+export function table(columns, names, rows) {
+  const head = element("div.tw-item.tw-names", names.map((name) => element("span", name)));
+  return element("div.tw-table", { style: { gridTemplateColumns: columns } }, head, rows);
+}
+
+// A neuron with a number.
+export function chip(name, value, digits, ...attributes) {
+  const classes = value < 0 ? "button.tw-chip.tw-minus" : "button.tw-chip";
+  const number = element("b", signed(value, digits));
+  return element(classes, { type: "button" }, attributes, element("span", name), number);
+}
+
+// A horizontal bar with a number on it. share: its length, from 0 to 1.
+export function countBar(share, value, ...marks) {
+  const bar = element("i", { style: { width: `${100 * share}%` } });
+  return element("span.tw-count", bar, element("b", value), marks);
 }

@@ -1,54 +1,60 @@
 // The card of the selected neuron: its firings in the passage, and what is known of it beyond.
 
-import { changeControls } from "./changes.js";
 import { makeScale } from "./colours.js";
-import { alikeness } from "./compare.js";
-import { strongestOf } from "./data.js";
-import { button, element } from "./elements.js";
-import { drawHistogram, histogramOf, shareBins } from "./histogram.js";
-import { neighbours, promoted } from "./neighbours.js";
-import { closer, fact } from "./parts.js";
-import { direction, integer, number, percent, pieces, signed } from "./words.js";
+import { alikeness, changeControls } from "./compare.js";
+import { range, strongestOf } from "./data.js";
+import { button, chip, closer, element, fact } from "./elements.js";
+import { labelled, numberBox, pieces, quiet, select, wordWith } from "./elements.js";
+import { drawHistogram, histograms, pairsOf } from "./histogram.js";
+import { integer, number, percent, signed } from "./words.js";
 
-const NEAR = 8; // places where a neuron fires
-const FAR = 200; // when all are asked for
+const NEAR = 50; // places in the passage where a neuron fires most
 const BEFORE = 24; // tokens of the passage around a place
 const AFTER = 12;
-const TABS = { passage: "here", top: "strongest of all", quantiles: "quantiles" };
+const PLACES = { passage: "here", top: "strongest of all", quantiles: "quantiles" };
 const SHARED_AXES = "Both histograms have the same bins and the same axes.";
 const ONLY_PLACES =
   "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
   "keeps it at all of them.";
+// Neighbours in the neuron's own layer, and in all layers: label and explanation of each kind.
+const IN_LAYER = {
+  together: ["fires together", "correlation (phi) of which tokens they fire for"],
+  gate: ["gate alike", "cosine of the rows of the gate projection, which decides when they fire"],
+  up: ["up alike", "cosine of the rows of the up projection, which gives h its size and sign"],
+};
+const IN_ALL = {
+  down: ["output alike", "cosine of what they add to the residual stream"],
+  read: ["read it", "neurons of later layers: cosine of their gate rows with what this one adds"],
+  written: ["it reads", "neurons of earlier layers: cosine of what they add with this gate row"],
+};
 
 export class NeuronCard {
-  // host: { state, show }, of the inspector or of an atlas.
-  constructor(host) {
-    this.host = host;
-    this.state = host.state;
-    this.places = "passage"; // the tab that is open
-    this.far = false; // all places in the passage are listed
+  // cards: { state, show }.
+  constructor(cards) {
+    this.cards = cards;
+    this.state = cards.state;
+    this.places = "passage"; // which examples are shown
   }
 
   build(side, layer, neuron) {
     const card = side.catalog?.card(layer, neuron);
     const known = card && !card.error ? card : {};
     const choose = (...other) => this.state.chooseNeuron(side, ...other);
-    const body = element(
-      "div.tw-neuron-body",
-      this.statistics(side, layer, neuron, known),
-      element("div.tw-places", this.tabs(side, known), this.listPlaces(side, layer, neuron, known)),
-    );
     return element(
       "section.tw-card.tw-neuron",
       { "aria-label": "neuron" },
       this.state.sides.length === 2 && element("div.tw-of", side.about.name),
       this.head(side, layer, neuron),
       alikeness(this.state, layer, neuron),
-      this.notes(side, layer, neuron, known),
+      noteOf(side, layer, neuron, known),
       changeControls(this.state, layer, neuron),
-      body,
+      element(
+        "div.tw-neuron-body",
+        this.statistics(side, layer, neuron, known),
+        this.examples(side, layer, neuron, known),
+      ),
       element("div.tw-kinds", neighbours(known, layer, choose)),
-      this.state_(side, card),
+      this.missing(side, card),
     );
   }
 
@@ -68,20 +74,8 @@ export class NeuronCard {
     );
   }
 
-  // One's own note: a box where it can be kept, else its text.
-  notes(side, layer, neuron, { note, overview }) {
-    const { catalog } = side;
-    if (!overview?.about.keeps || !catalog.write) return note && element("p.tw-noted", note);
-    return element("input.tw-noting", {
-      ...{ type: "text", value: note, "aria-label": "note", data: { focus: "note" } },
-      placeholder: "A note of your own, kept in notes.txt beside the model",
-      onchange: ({ target }) => catalog.write(layer, neuron, target.value),
-    });
-  }
-
   statistics(side, layer, neuron, known) {
     const facts = [];
-    const notes = [];
     const { tokens, values } = side.column(layer, neuron);
     const fires = side.firings(layer, neuron);
     if (side.T) {
@@ -89,10 +83,6 @@ export class NeuronCard {
       facts.push(fact("fires here", here));
     }
     if (tokens.length) facts.push(fact("strongest here", signed(strongestOf(values))));
-    if (fires > tokens.length) {
-      const kept = `Shown are the ${integer(tokens.length)} of its firings that are kept.`;
-      notes.push(element("p.tw-quiet", kept));
-    }
     if (known.fires !== undefined) {
       const among = `of ${integer(known.tokens)} tokens`;
       const share = known.fires ? percent(known.fires / known.tokens) : "never: it is dead";
@@ -100,99 +90,122 @@ export class NeuronCard {
       if (known.fires)
         facts.push(fact("mean", signed(known.mean)), fact("largest |h|", number(known.largest)));
     }
-    notes.push(...this.histogram(side, layer, neuron));
-    if (known.promotes) notes.push(promoted(known));
-    return element("div", element("div.tw-factbox", facts), notes);
+    const kept = `Shown are the ${integer(tokens.length)} of its firings that are kept.`;
+    return element(
+      "div",
+      element("div.tw-factbox", facts),
+      fires > tokens.length && quiet(kept),
+      this.histogram(side, layer, neuron),
+      known.promotes && promoted(known),
+    );
   }
 
-  // Of the aggregate where there is one, else of the passage. Two sides show the same, so that they
+  // Of the aggregate if there is one, else of the passage. Two sides show the same, so that they
   // share bins and axes.
   histogram(side, layer, neuron) {
     const sides = this.state.sharing(side);
     const cards = sides.map((one) => one.catalog?.card(layer, neuron));
-    const here = (one) => histogramOf(one.column(layer, neuron).values);
-    const all = shareBins(cards.every((card) => card?.histogram) ? cards : sides.map(here));
-    const own = all[sides.indexOf(side)];
-    if (!own.fires) return [];
-    const shared = all.length > 1 && element("p.tw-quiet", SHARED_AXES);
-    return [drawHistogram(own, all), shared];
+    const counted = cards.every((card) => card?.histogram);
+    const inside = (one) => one.column(layer, neuron).values.map((value) => [value, 1]);
+    const innermost = ({ edges }) => edges[(edges.length + 1) / 2];
+    const all = counted
+      ? histograms(cards.map(pairsOf), Math.max(...cards.map(innermost)))
+      : histograms(sides.map(inside));
+    const at = sides.indexOf(side);
+    const { fires, tokens, quantiles } = counted ? cards[at] : {};
+    const among = counted ? `over ${integer(tokens)} tokens` : "in this passage";
+    const number = fires ?? side.column(layer, neuron).tokens.length;
+    if (!number) return null;
+    const chart = drawHistogram(all[at], all, `${among} (n = ${integer(number)})`, quantiles);
+    return [chart, all.length > 1 && quiet(SHARED_AXES)];
   }
 
   // What is still to come, or could not.
-  state_(side, card) {
-    const lines = [];
-    if (side.catalog && (!card || card.waiting)) lines.push("loading \u2026");
-    if (card?.error) lines.push(card.error);
-    lines.push(...new Set(card?.missing ?? []), this.unkept ?? "");
-    return lines.filter(Boolean).map((line) => element("p.tw-quiet", line));
+  missing(side, card) {
+    const lines = new Set(card?.missing ?? []);
+    if (side.catalog && (!card || card.waiting)) lines.add("loading \u2026");
+    if (card?.error) lines.add(card.error);
+    if (this.unkept) lines.add(this.unkept);
+    return [...lines].map((line) => quiet(line));
   }
 
-  tabs(side, known) {
+  // Examples: those of the passage, the strongest of all, or those at quantiles.
+  examples(side, layer, neuron, known) {
     const far = known.top?.length ? ["top", "quantiles"] : [];
-    const kinds = [side.T && "passage", ...far];
-    this.shown = kinds.includes(this.places) ? this.places : kinds.find(Boolean);
-    const tab = (kind) => {
-      const open = () => {
-        this.places = kind;
-        this.host.show();
-      };
-      const selected = { "aria-selected": String(kind === this.shown) };
-      const about = { role: "tab", ...selected, data: { focus: `tab-${kind}` } };
-      return button("", open, about, TABS[kind]);
+    const kinds = [...(side.T ? ["passage"] : []), ...far];
+    const kind = kinds.includes(this.places) ? this.places : kinds[0];
+    const choose = (places) => {
+      this.places = places;
+      this.cards.show();
     };
-    return element("div.tw-tabs", { role: "tablist" }, kinds.filter(Boolean).map(tab));
+    const names = kinds.map((one) => [one, PLACES[one]]);
+    const here = kind === "passage";
+    return element(
+      "div.tw-places",
+      kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
+      element(
+        "div.tw-scrolled",
+        here && this.placesHere(side, layer, neuron),
+        known[kind]?.map((example) => this.placeFar(side, example, known.largest)),
+      ),
+      far.includes(kind) && !known.near && quiet(ONLY_PLACES),
+    );
   }
 
-  listPlaces(side, layer, neuron, known) {
-    if (this.shown === "passage") return this.placesHere(side, layer, neuron);
-    const examples = known[this.shown] ?? [];
-    const scale = this.scale(known.largest);
-    const lines = examples.map((example) => {
-      const token = side.find(example.tokens, example.here);
-      const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
-      const go = token !== null && (() => this.state.choose(side, { token }));
-      return exampleLine(example, scale, go ? `${where}; go to it in the passage` : where, go);
-    });
-    const plain = examples.length && examples.every(({ shades }) => shades.includes(null));
-    return [...lines, plain && element("p.tw-quiet", ONLY_PLACES)];
-  }
-
-  scale(largest) {
-    return makeScale("signed", largest, "", this.state.ramps);
+  // An example of the aggregate; a click goes to its place in the passage, if it is from there.
+  placeFar(side, example, largest) {
+    const token = side.find(example.tokens, example.here);
+    const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
+    const go = token !== null && (() => this.state.choose(side, { token }));
+    return this.exampleLine(example, largest, where, go);
   }
 
   // Where in the passage the neuron fires, strongest first; a click goes there.
   placesHere(side, layer, neuron) {
     const { tokens, values } = side.column(layer, neuron);
-    if (!tokens.length) return element("p.tw-quiet", "It fires nowhere in this passage.");
+    if (!tokens.length) return quiet("It fires nowhere in this passage.");
     const order = Array.from(tokens, (_, n) => n);
     order.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
-    const scale = this.scale(Math.abs(values[order[0]]));
+    const largest = Math.abs(values[order[0]]);
     const shades = new Map(order.map((n) => [tokens[n], values[n]]));
-    const rows = order.slice(0, this.far ? FAR : NEAR).map((n) => {
+    return order.slice(0, NEAR).map((n) => {
       const { [n]: token } = tokens;
       const go = () => this.state.choose(side, { token });
       const example = { value: values[n], quantile: null, ...around(side, token, shades) };
-      return exampleLine(example, scale, `go to token ${integer(token)}`, go);
+      return this.exampleLine(example, largest, `go to token ${integer(token)}`, go);
     });
-    const most = Math.min(order.length, FAR);
-    if (most > rows.length) {
-      const name = `show ${most === order.length ? "all " : ""}${most}`;
-      const openAll = () => {
-        this.far = true;
-        this.host.show();
-      };
-      rows.push(button(".tw-link.tw-more", openAll, name));
-    }
-    return rows;
+  }
+
+  // An example with every token shaded by its h; tokens without a shade are one text node.
+  exampleLine({ value, quantile, tokens, shades, here }, largest, title, go) {
+    const scale = makeScale("signed", [0, largest], "", this.state.ramps);
+    const shaded = (text, n) => {
+      const { [n]: h } = shades;
+      if (!h && n !== here) return pieces(text);
+      const { fill, ink } = scale.ramp;
+      const index = scale.index(h || 0);
+      const style = { backgroundColor: fill[index], color: ink[index] };
+      const tag = n === here ? "mark" : "span";
+      return element(tag, { style, title: `h ${signed(h)}` }, pieces(text));
+    };
+    const line = element("span.tw-example", { dir: "auto" }, tokens.map(shaded));
+    line.normalize();
+    const parts = [
+      element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
+      quantile !== null && element("small", percent(quantile)),
+      line,
+    ];
+    if (go) return button(".tw-place", go, { title }, parts);
+    return element("div.tw-place", { title }, parts);
   }
 }
 
+// The tokens of the passage around one, with the values of a neuron.
 function around(side, token, values) {
   const sequence = side.sequenceOf(token);
   const first = Math.max(side.starts[sequence], token - BEFORE);
   const last = Math.min(side.starts[sequence + 1] - 1, token + AFTER);
-  const numbers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
+  const numbers = range(first, last);
   return {
     tokens: numbers.map((n) => side.text(n)),
     shades: numbers.map((n) => values.get(n) ?? 0),
@@ -201,43 +214,65 @@ function around(side, token, values) {
 }
 
 function picker(label, value, most, choose) {
-  return element("input.tw-pick", {
-    type: "number",
-    min: "0",
-    max: String(most),
-    value: String(value),
-    "aria-label": label,
-    data: { focus: label },
-    onchange: ({ target }) => {
-      const number = Math.round(Number(target.value));
-      if (target.value !== "" && number >= 0 && number <= most) choose(number);
-      else target.value = String(value);
-    },
+  const onchange = ({ target }) =>
+    target.checkValidity() ? choose(target.valueAsNumber) : (target.value = String(value));
+  const range = { min: "0", max: String(most), step: "1", required: true };
+  return numberBox(label, value, null, { ...range, onchange });
+}
+
+// One's own note: a box if it can be kept, else its text.
+function noteOf({ catalog }, layer, neuron, { note, overview }) {
+  if (!overview?.about.keeps || !catalog.write) return note && element("p.tw-noted", note);
+  return element("input.tw-noting", {
+    ...{ type: "text", value: note, "aria-label": "note" },
+    placeholder: "A note of your own, kept in notes.txt beside the model",
+    onchange: ({ target }) => catalog.write(layer, neuron, target.value),
   });
 }
 
-// An example with every token shaded by its h; where it is 0, the text is one node.
-function exampleLine({ value, quantile, tokens, shades, here }, scale, title, go) {
-  const shaded = (text, n) => {
-    const { [n]: h } = shades;
-    if (!h && n !== here) return pieces(text);
-    const span = element(n === here ? "mark" : "span", pieces(text));
-    if (h) {
-      const index = scale.index(h);
-      const fill = scale.ramp.fill[index];
-      Object.assign(span.style, { backgroundColor: fill, color: scale.ramp.ink[index] });
-      span.title = `h ${signed(h)}`;
-    }
-    return span;
+// The words that a neuron promotes. A gated neuron's h has both signs: words that a positive one
+// promotes a negative one suppresses.
+function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
+  const { gated } = overview.about;
+  const share = (sign) => {
+    if (!histogram || !fires) return "";
+    const inside = histogram.filter((_, bin) => (edges[bin] < 0 ? -1 : 1) === sign);
+    return ` (${percent(inside.reduce((sum, count) => sum + count, 0) / fires)})`;
   };
-  const line = element("span.tw-example", { dir: direction(tokens.join("")) });
-  line.append(...tokens.flatMap(shaded));
-  line.normalize();
-  const parts = [
-    element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
-    quantile !== null && element("small", percent(quantile)),
-    line,
+  const list = (title, words, sign = 1) => {
+    const about = "change of the logit at |h| = 1, against the mean over all words";
+    const word = ([text, change]) => wordWith("", text, "", signed(sign * change), about);
+    return element("div", element("h5", title), element("div.tw-words", words.map(word)));
+  };
+  const lists = gated
+    ? [
+        list(`when positive${share(1)} it promotes`, promotes),
+        list(`when negative${share(-1)} it promotes`, suppresses, -1),
+      ]
+    : [list("promotes", promotes), list("suppresses", suppresses)];
+  const swapped = "With the other sign of h it suppresses these words. Numbers: logits at |h| = 1.";
+  return element("div", element("div.tw-both-words", lists), gated && quiet(swapped));
+}
+
+// Neurons of the same layer, then of all; a click selects one.
+function neighbours({ like = [], together = [] }, layer, choose) {
+  const one = ([of, neuron, size], named) => {
+    const about = { onclick: () => choose(of, neuron), title: `layer ${of}, neuron ${neuron}` };
+    return chip(named ? `${of} \u00b7 ${neuron}` : neuron, size, 2, about);
+  };
+  const here = together.map(([neuron, phi]) => [layer, neuron, phi]);
+  const lists = [...(here.length ? [["together", here]] : []), ...like];
+  const part = (heading, kinds, named) => {
+    const rows = lists.filter(([name]) => kinds[name]).map(([name, neurons]) => {
+      const [label, title] = kinds[name];
+      const chips = neurons.map((neuron) => one(neuron, named));
+      const about = element("span.tw-quiet", { title }, label);
+      return element("div.tw-kin", { data: { kin: name } }, about, chips);
+    });
+    return rows.length > 0 && element("div.tw-kins", element("h5", heading), rows);
+  };
+  return [
+    part(`In layer ${layer}`, IN_LAYER, false),
+    part("In all layers: layer \u00b7 neuron", IN_ALL, true),
   ];
-  if (go) return button(".tw-place", go, { title }, parts);
-  return element("div.tw-place", { title }, parts);
 }

@@ -1,71 +1,146 @@
-// An exported page: a stand-in for the widget's model, with the chunks that the page has with it.
+// A page or an atlas: a stand-in for the widget's model. Its state is in the address; chunks are in
+// the page, or in files beside an atlas.
 
-import { addressOf, viewOf } from "./address.js";
 import { fromBase64 } from "./data.js";
-import { QUERY } from "./search.js";
+import { element } from "./elements.js";
+import { QUERY, SORTS, STATES, WHERE } from "./search.js";
 import { View } from "./view.js";
 
 const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
 
-class PageModel {
-  constructor(state, begin) {
-    this.state = state;
-    this.begin = begin;
-    this.listeners = new Map();
+class PageModel extends EventTarget {
+  constructor(state, begin, atlas) {
+    super();
+    Object.assign(this, { begin, atlas });
+    this.state = { ...state, ...viewOf(location.hash.slice(1), begin) };
     this.keys = document; // a page is nothing but the view: keys work wherever the focus is
     addEventListener("hashchange", () => this.follow());
-  }
-
-  get(name) {
-    return this.state[name];
   }
 
   get query() {
     return this.state;
   }
 
+  get(name) {
+    return this.state[name];
+  }
+
   set(name, value) {
     if (this.state[name] === value) return;
     this.state[name] = value;
-    this.tell(`change:${name}`);
+    this.dispatchEvent(new Event(`change:${name}`));
   }
 
-  // The address was edited.
+  on(name, react) {
+    this.addEventListener(name, react);
+  }
+
+  // The address was edited, or the reader went back.
   follow() {
     const view = viewOf(location.hash.slice(1), this.begin);
     for (const [name, value] of Object.entries(view)) this.set(name, value);
-    this.tell("change:query");
+    this.dispatchEvent(new Event("change:query"));
   }
 
+  // In an atlas the back button leads to the neuron before.
   save_changes() {
     const address = addressOf(this.state, this.begin);
-    history.replaceState(null, "", address ? `#${address}` : location.pathname + location.search);
+    const { layer, neuron } = viewOf(location.hash.slice(1), this.begin);
+    const other = layer !== this.state.layer || neuron !== this.state.neuron;
+    const write = this.atlas && other ? "pushState" : "replaceState";
+    history[write](null, "", address ? `#${address}` : location.pathname + location.search);
   }
 
   link() {
     return location.href;
   }
 
-  on(name, react) {
-    this.listeners.set(name, [...(this.listeners.get(name) ?? []), react]);
-  }
-
-  tell(name, ...words) {
-    for (const react of this.listeners.get(name) ?? []) react(...words);
-  }
-
   async chunk(key) {
     const text = document.getElementById(key)?.textContent;
-    if (text === undefined) throw new Error(NO_ROOM);
-    return fromBase64(text);
+    if (text !== undefined) return fromBase64(text);
+    if (!this.atlas) throw new Error(NO_ROOM);
+    return loadChunk(key.split(":")[1]);
   }
 }
 
-// parent: the element to fill; first: the view to begin with.
-export function openPage(parent, first) {
-  const begin = { ...first, ...QUERY };
+// --- the address: the parts of the state that differ from the beginning
+
+const whole = (text) => (/^\d{1,9}$/.test(text) ? Number(text) : undefined);
+const yes = (text) => ({ yes: true, no: false })[text];
+const among = (...words) => (text) => (words.includes(text) ? text : undefined);
+const key = (names) => among(...Object.keys(names));
+const numbers = (text, sign, count) => {
+  const ends = text.split(sign).map(Number);
+  const rising = ends.every((end, n) => n % 2 === 0 || ends[n - 1] <= end);
+  return ends.length === count && rising ? ends : undefined;
+};
+// How the text of each part is read; undefined for nonsense.
+const READ = {
+  side: whole,
+  token: whole,
+  layer: whole,
+  neuron: whole,
+  colour: among("count", "neuron", "surprise"),
+  scale: among("all", "layer", "neuron"),
+  limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
+  layers: (text) => (/^\d+-\d+$/.test(text) ? numbers(text, "-", 2) : undefined),
+  skip_first: yes,
+  compression: whole,
+  difference: yes,
+  finding: yes,
+  words: (text) => text,
+  where: key(WHERE),
+  within: whole,
+  state: key(STATES),
+  sort: key(SORTS),
+  box: (text) => numbers(text, "~", 4), // left, right, low, high
+};
+const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within", "box"];
+
+function written(name, value) {
+  if (Array.isArray(value)) return value.join(name === "box" ? "~" : "-");
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  return encodeURIComponent(value ?? "none");
+}
+
+export function addressOf(view, begin) {
+  const parts = Object.keys(begin).map((name) => [name, written(name, view[name])]);
+  const changed = parts.filter(([name, text]) => text !== written(name, begin[name]));
+  return changed.map((part) => part.join("=")).join("&");
+}
+
+// The view of an address. A part that is missing or nonsense is as in the beginning.
+export function viewOf(address, begin) {
+  const words = new URLSearchParams(address);
+  const view = { ...begin };
+  for (const name of Object.keys(begin)) {
+    const text = words.get(name);
+    if (text === "none" && MAY_BE_NONE.includes(name)) view[name] = null;
+    else if (text !== null) view[name] = READ[name](text) ?? begin[name];
+  }
+  return view;
+}
+
+// --- chunks, and the start
+
+// A page from disk may not fetch: each file of a chunk is a script that calls twellChunk.
+const arriving = new Map();
+globalThis.twellChunk = (name, text) => arriving.get(name)?.(fromBase64(text));
+
+function loadChunk(name) {
+  return new Promise((done, refuse) => {
+    arriving.set(name, done);
+    const onerror = () => refuse(new Error(`chunks/${name}.js is missing beside this page.`));
+    document.head.append(element("script", { src: `chunks/${name}.js`, onerror }));
+  });
+}
+
+// parent: the element to fill; first: the view to begin with; atlas: neurons without a passage.
+export function openPage(parent, first, atlas = false) {
   const data = fromBase64(document.getElementById("data").textContent);
-  const view = viewOf(location.hash.slice(1), begin);
-  const nothing = { texts: [], runs: false, busy: false, error: "" };
-  new View(new PageModel({ ...view, data, ...nothing }, begin), parent);
+  const state = { ...first, data, texts: [], runs: false, busy: false, error: "" };
+  const begin = atlas
+    ? { layer: null, neuron: null, ...QUERY, finding: true }
+    : { ...first, ...QUERY };
+  new View(new PageModel(state, begin, atlas), parent);
 }

@@ -1,8 +1,8 @@
 // A passage: its tokens as text, each with a colour.
 
-import { element } from "./elements.js";
+import { element, pieces } from "./elements.js";
 import { passageColours, showLegend } from "./scales.js";
-import { direction, integer, pieces } from "./words.js";
+import { integer } from "./words.js";
 
 const OUT = 512; // the colour of a token that is left out
 
@@ -41,31 +41,20 @@ export class Passage {
   lines() {
     const { side } = this;
     const nodes = [];
-    let line = null;
-    let words = "";
-    const end = () => {
-      line.setAttribute("dir", direction(words));
-      words = "";
-    };
-    const begin = () => nodes.push((line = element("div.tw-line")));
-    for (let sequence = 0; sequence + 1 < side.starts.length; sequence++) {
-      const name = `sequence ${integer(sequence + 1)}`;
-      if (side.starts.length > 2)
+    const begin = () => nodes.push(element("div.tw-line"));
+    for (let token = 0; token < side.T; token++) {
+      const sequence = side.starts.indexOf(token);
+      if (sequence >= 0 && side.starts.length > 2) {
+        const name = `sequence ${integer(sequence + 1)}`;
         nodes.push(element("div.tw-sequence", { "aria-hidden": "true" }, name));
-      begin();
-      const last = side.starts[sequence + 1] - 1;
-      for (let token = side.starts[sequence]; token <= last; token++) {
-        const text = side.text(token);
-        if (/^\s/.test(text)) line.append(element("wbr"));
-        line.append(this.span(token, text));
-        words += text;
-        if (text.endsWith("\n") && token < last) {
-          end();
-          begin();
-        }
       }
-      end();
+      if (sequence >= 0) begin();
+      const text = side.text(token);
+      if (/^\s/.test(text)) nodes.at(-1).append(element("wbr"));
+      nodes.at(-1).append(this.span(token, text));
+      if (text.endsWith("\n") && !side.starts.includes(token + 1)) begin();
     }
+    for (const node of nodes) node.dir = "auto"; // at the end: each token would be looked at again
     return nodes;
   }
 
@@ -94,19 +83,18 @@ export class Passage {
       classList.toggle("tw-out", left);
     }
     showLegend(this.legend, scale);
+    const peeked = this.state.peeked(this.side);
+    this.spans[this.peeked]?.classList.remove("tw-peeked");
+    this.spans[peeked]?.classList.add("tw-peeked");
+    this.peeked = peeked;
     this.pin(this.state.pinned(this.side));
   }
 
   pin(token) {
     if (this.pinned !== token) {
-      const before = this.spans[this.pinned];
-      const now = this.spans[token];
-      before?.classList.remove("tw-pinned");
-      before?.removeAttribute("aria-selected");
-      now?.classList.add("tw-pinned");
-      now?.setAttribute("aria-selected", "true");
-      if (now) this.text.setAttribute("aria-activedescendant", now.id);
-      else this.text.removeAttribute("aria-activedescendant");
+      this.spans[this.pinned]?.removeAttribute("aria-selected");
+      this.spans[token]?.setAttribute("aria-selected", "true");
+      this.text.setAttribute("aria-activedescendant", this.spans[token]?.id ?? "");
       this.pinned = token;
     }
     if (this.view.reveal && token !== null && !this.view.keepPlace) this.bring(this.spans[token]);
@@ -118,12 +106,5 @@ export class Passage {
     const token = span.getBoundingClientRect();
     if (token.top < box.top + token.height || token.bottom > box.bottom - token.height)
       this.text.scrollTop += token.top - box.top - (box.height - token.height) / 2;
-  }
-
-  showPeek() {
-    const token = this.state.peeked(this.side);
-    this.spans[this.peeked]?.classList.remove("tw-peeked");
-    this.spans[token]?.classList.add("tw-peeked");
-    this.peeked = token;
   }
 }

@@ -1,167 +1,130 @@
 // Which values colour a passage and its map, by which scale, and the legend of a scale.
 
 import { makeScale } from "./colours.js";
-import { strongestOf } from "./data.js";
-import { element } from "./elements.js";
-import { help } from "./parts.js";
+import { range } from "./data.js";
+import { element, help, refill } from "./elements.js";
 import { number, signed } from "./words.js";
-
-const PALEST = 1e-30; // an active neuron with the value 0
-
-// The value of each token of a passage (NaN: none) and their scale.
-export function passageColours(state, side) {
-  const how = state.colouring(side);
-  const left = state.reference(side);
-  if (how === "neuron") return neuronColours(state, side);
-  if (left) return differenceColours(state, left, side, how);
-  return how === "surprise" ? surpriseColours(state, side) : countColours(state, side);
-}
-
-function valuesOf(state, side, valueOf) {
-  const skip = state.get("skip_first");
-  const value = (_, token) => (side.included(token, skip) ? valueOf(token) : NaN);
-  return Float32Array.from({ length: side.T }, value);
-}
-
-// The end of a scale that the reader fixed, unless each layer or neuron has its own scale.
-function fixedEnd(state, how) {
-  return state.scaling(how) === "all" && state.get("limit");
-}
-
-function layersOf(state, side) {
-  const [first, last] = state.range(side);
-  if (first === last) return `layer ${first}`;
-  const all = first === 0 && last === side.L - 1;
-  return all ? "mean over layers" : `mean over layers ${first}\u2013${last}`;
-}
-
-// h of a neuron at each token; NaN where a token is left out.
-function valuesOfNeuron(state, side, { layer, neuron }) {
-  const skip = state.get("skip_first");
-  const { tokens, values: h } = side.column(layer, neuron);
-  const values = new Float32Array(side.T);
-  tokens.forEach((token, n) => {
-    values[token] = side.included(token, skip) ? h[n] || PALEST : NaN;
-  });
-  return values;
-}
-
-// Sides that show the same neuron share its scale.
-function neuronColours(state, side) {
-  const shown = state.shownNeuron(side);
-  const { layer, neuron } = shown;
-  const skip = state.get("skip_first");
-  const sharing = state.sharing(side);
-  const values = valuesOfNeuron(state, side, shown);
-  const strongest = (one) =>
-    one === side ? strongestOf(values) : strongestOf(valuesOfNeuron(state, one, shown));
-  const largest = {
-    neuron: () => Math.max(...sharing.map((one) => Math.abs(strongest(one)))),
-    layer: () => Math.max(...sharing.map((one) => one.largestValue(layer, layer, skip))),
-    all: () => Math.max(...state.sides.map((one) => one.largestValue(0, one.L - 1, skip))),
-  }[state.scaling("neuron")];
-  const label = `h of layer ${layer}, neuron ${neuron}`;
-  const left = state.reference(side);
-  if (left && sharing.length === 2) {
-    const before = valuesOfNeuron(state, left, shown);
-    const change = values.map((value, token) => value - before[token]);
-    const end = fixedEnd(state, "neuron") || Math.abs(strongestOf(change));
-    return { values: change, scale: makeScale("signed", end, changeOf(left, label), state.ramps) };
-  }
-  const end = fixedEnd(state, "neuron") || largest();
-  return { values, scale: makeScale("signed", end, label, state.ramps) };
-}
-
-function differenceColours(state, left, right, how) {
-  const means = (side) => side.means(...state.range(side));
-  const of = how === "surprise" ? (side) => side.surprise : means;
-  const [before, after] = [of(left), of(right)];
-  const values = valuesOf(state, right, (token) => after[token] - before[token]);
-  const end = fixedEnd(state, how) || Math.abs(strongestOf(values));
-  const name = how === "surprise" ? "surprise, nats" : `active neurons, ${layersOf(state, right)}`;
-  return { values, scale: makeScale("signed", end, changeOf(left, name), state.ramps) };
-}
-
-const changeOf = (left, name) => `difference to ${left.about.name}: ${name}`;
-
-function surpriseColours(state, side) {
-  const values = valuesOf(state, side, (token) => side.surprise[token]);
-  const largest = state.sides.map((one) => one.largestSurprise(state.get("skip_first")));
-  const end = state.get("limit") || Math.max(...largest);
-  const label = "surprise, \u2212log p in nats";
-  return { values, scale: makeScale("linear", end, label, state.ramps) };
-}
-
-// The least and the largest value above 0 of several sides.
-function union(ranges) {
-  const [least, largest] = [0, 1].map((end) => ranges.map((range) => range[end]));
-  return [Math.min(...least), Math.max(...largest)];
-}
-
-function countColours(state, side) {
-  const means = side.means(...state.range(side));
-  const values = valuesOf(state, side, (token) => means[token]);
-  const sharing = state.scaling("count") === "all" ? state.sides : [side];
-  const range = (one) => one.meanRange(...state.range(one), state.get("skip_first"));
-  const [least, largest] = union(sharing.map(range));
-  const label = `active neurons per token, ${layersOf(state, side)}`;
-  const end = fixedEnd(state, "count") || largest;
-  return { values, scale: makeScale("log", end, label, state.ramps, least) };
-}
-
-// The scale of each layer's counts.
-export function mapScales(state, side) {
-  const skip = state.get("skip_first");
-  const [first, last] = state.range(side);
-  const label = "active neurons per token";
-  const scale = ([least, largest], name) => makeScale("log", largest, name, state.ramps, least);
-  const shown = state.sides.filter((one) => one.T);
-  const layers = Array.from({ length: last - first + 1 }, (_, n) => first + n);
-  const left = state.reference(side);
-  if (left) {
-    const range = layers.map((layer) => side.largestChange(left, layer, skip));
-    const shared = makeScale("signed", Math.max(...range), changeOf(left, label), state.ramps);
-    return layers.map(() => shared);
-  }
-  if (state.get("scale") === "layer") {
-    const name = `${label}, each layer on its own`;
-    const having = (layer) => shown.filter((one) => layer < one.L);
-    const range = (layer) => having(layer).map((one) => one.countRange(layer, layer, skip));
-    return layers.map((layer) => scale(union(range(layer)), name));
-  }
-  const range = (one) => one.countRange(...state.range(one), skip);
-  const [least, largest] = union(shown.map(range));
-  const limit = state.get("colour") === "count" && state.get("limit");
-  const shared = scale([least, limit || largest], label);
-  return layers.map(() => shared);
-}
 
 export const ABOUT_H =
   "h is the value of a neuron for a token: the neuron adds h times its column of the down " +
   "projection to the output of its layer.";
 
+// What colours a passage: the kind of its scale, its label, and the value of each token.
+function wayOf(state, side, how) {
+  if (how === "surprise")
+    return { kind: "linear", label: "surprise, \u2212log p in nats", values: side.surprise };
+  if (how === "count") {
+    const label = `active neurons per token, ${layersOf(state.range(side), side)}`;
+    return { kind: "log", label, values: side.means(...state.range(side)) };
+  }
+  const { layer, neuron } = state.shownNeuron(side);
+  const label = `h of layer ${layer}, neuron ${neuron}`;
+  return { kind: "signed", label, values: side.valuesOf(layer, neuron) };
+}
+
+function layersOf([first, last], side) {
+  if (first === last) return `layer ${first}`;
+  const all = first === 0 && last === side.L - 1;
+  return all ? "mean over layers" : `mean over layers ${first}\u2013${last}`;
+}
+
+// The least size above 0 and the largest of several arrays of values. NaN does not count.
+function extent(arrays) {
+  let [least, largest] = [Infinity, 0];
+  for (const values of arrays)
+    for (const value of values) {
+      const size = Math.abs(value);
+      if (size > 0 && size < least) least = size;
+      if (size > largest) largest = size;
+    }
+  return [least, largest];
+}
+
+// The value of each token of a passage (NaN: left out) and their scale.
+export function passageColours(state, side) {
+  const how = state.colouring(side);
+  const read = (one) => {
+    const { values } = wayOf(state, one, how);
+    return included(state, one, (token) => values[token]);
+  };
+  const { kind, label } = wayOf(state, side, how);
+  const values = read(side);
+  const limit = state.scaling(how) === "all" && state.get("limit");
+  const left = state.reference(side);
+  if (!left || (how === "neuron" && !state.shares(left, side)))
+    return { values, scale: scaleOf(state, kind, label, sharing(state, side, how, read), limit) };
+  const before = read(left);
+  const change = values.map((value, token) => value - before[token]);
+  const name = changeOf(left, label);
+  return { values: change, scale: scaleOf(state, "signed", name, [change], limit) };
+}
+
+// One value a token as a row of numbers; NaN for the tokens that are left out.
+export function included(state, side, valueOf) {
+  const skip = state.get("skip_first");
+  const value = (_, token) => (skip && !side.position[token] ? NaN : valueOf(token));
+  return Float32Array.from({ length: side.T }, value);
+}
+
+function scaleOf(state, kind, label, arrays, limit) {
+  const [least, largest] = extent(arrays);
+  return makeScale(kind, [least, limit || largest], label, state.ramps);
+}
+
+// The values of all tokens that share the scale of a side.
+function sharing(state, side, how, read) {
+  const scaling = state.scaling(how);
+  if (how !== "neuron") return (scaling === "all" ? state.sides : [side]).map(read);
+  if (scaling === "neuron") return state.sharing(side).map(read);
+  const peaks = (one, layer) => included(state, one, (token) => one.peaks(layer)[token]);
+  const { layer } = state.shownNeuron(side);
+  if (scaling === "layer") return state.sharing(side).map((one) => peaks(one, layer));
+  return state.sides.flatMap((one) => range(0, one.L - 1).map((n) => peaks(one, n)));
+}
+
+const changeOf = (left, name) => `difference to ${left.about.name}: ${name}`;
+
+// The values of the map, one array a layer (NaN: left out), and the scale of each layer.
+export function mapColours(state, side) {
+  const label = "active neurons per token";
+  const counts = (one, layer) => included(state, one, (token) => one.count(layer, token));
+  const layers = range(...state.range(side));
+  const left = state.reference(side);
+  if (left) {
+    const before = (layer, token) => (layer < left.L ? left.count(layer, token) : 0);
+    const change = (layer) =>
+      included(state, side, (token) => side.count(layer, token) - before(layer, token));
+    const values = layers.map(change);
+    const shared = scaleOf(state, "signed", changeOf(left, label), values);
+    return { values, scales: layers.map(() => shared) };
+  }
+  const values = layers.map((layer) => counts(side, layer));
+  const shown = state.sides.filter((one) => one.T);
+  if (state.get("scale") === "layer") {
+    const own = (layer) => shown.filter((one) => layer < one.L).map((one) => counts(one, layer));
+    const name = `${label}, each layer on its own`;
+    return { values, scales: layers.map((layer) => scaleOf(state, "log", name, own(layer))) };
+  }
+  const every = shown.flatMap((one) => range(...state.range(one)).map((n) => counts(one, n)));
+  const limit = state.get("colour") === "count" && state.get("limit");
+  const shared = scaleOf(state, "log", label, every, limit);
+  return { values, scales: layers.map(() => shared) };
+}
+
 // own: each layer has a scale of its own, so that the ends have no common value.
 export function showLegend(box, scale, { own = false, notes = [] } = {}) {
   const gradient = scale.ramp.gradient((t) => scale.index(scale.at(t)));
   const text = (v) => (scale.kind === "signed" && v ? signed(v) : number(v));
-  const ends = [
-    [0, "least"],
-    [1, "most"],
-  ];
-  const ticks = own ? ends : scale.ticks.map(([place, v]) => [place, text(v)]);
-  const shown = [scale.label, gradient, ticks, ...notes.map((node) => node.textContent)].join();
-  if (box.shown === shown) return;
-  box.shown = shown;
-  box.replaceChildren(
+  const ends = [0, 0.5, 1].map((t) => text(scale.at(t)));
+  const ticks = own ? ["least", "", "most"] : ends;
+  refill(
+    box,
     element("span.tw-label", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
     element(
       "span.tw-scale",
       element("span.tw-gradient", { style: { background: gradient } }),
-      element(
-        "span.tw-ticks",
-        ticks.map(([place, text]) => element("span", { style: { left: `${100 * place}%` } }, text)),
-      ),
+      element("span.tw-ticks", ticks.map((tick) => element("span", tick))),
     ),
-    ...notes,
+    notes,
   );
 }

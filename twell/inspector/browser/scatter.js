@@ -1,28 +1,19 @@
-// All neurons of a model as points: how often they fire against how strongly, or their layer. A
-// drag brushes, a click takes the nearest.
+// All neurons of a model as points: how often they fire against how strongly. A drag brushes, a
+// click takes the nearest.
 
-import { channels, pixel } from "./colours.js";
+import { range } from "./data.js";
 import { element } from "./elements.js";
+import { axes } from "./histogram.js";
 import { integer, number, percent } from "./words.js";
 
 const HEIGHT = 300;
 const SPACE = { left: 58, right: 12, top: 8, bottom: 34 };
-const POINT = 2.5;
 const REACH = 12; // pixels between a click and its neuron
 
-const powersOfTen = (low, high) => {
-  const ticks = [];
-  for (let power = Math.ceil(Math.log10(low)); power <= Math.log10(high); power++)
-    ticks.push(10 ** power);
-  return ticks.length > 7 ? ticks.filter((_, n) => n % 2 === 0) : ticks;
-};
-
 export class Scatter {
-  // host: { state, root }; brushed(box): what a drag took, null: everything; chosen(index).
+  // host: { state, schedule }; brushed(box): what a drag took, null: everything; chosen(index).
   constructor(host, brushed, chosen) {
     Object.assign(this, { host, brushed, chosen });
-    this.drag = null; // the corners of a brush in pixels, while it is drawn
-    this.sheet = element("canvas");
     this.canvas = element("canvas.tw-points", {
       role: "img",
       "aria-label": "all neurons: share of tokens that fire against mean |h|",
@@ -30,7 +21,10 @@ export class Scatter {
       onpointermove: (event) => this.moved(event),
       onpointerup: (event) => this.released(event),
     });
-    this.node = element("div.tw-scatter", this.canvas);
+    this.axes = element("svg:svg.tw-chart", { height: HEIGHT, width: "100%" });
+    this.ring = element("i.tw-ring", { hidden: true });
+    this.brush = element("i.tw-brush", { hidden: true });
+    this.node = element("div.tw-scatter", this.axes, this.canvas, this.ring, this.brush);
     // To ask for the width while drawing would lay out everything once more.
     new ResizeObserver(([{ contentRect }]) => {
       this.wide = contentRect.width;
@@ -38,157 +32,66 @@ export class Scatter {
     }).observe(this.node);
   }
 
-  // found: which neurons match, by index; query: the search, which has the axes and the brush.
-  draw(overview, found, selected, query) {
+  // found: the matching neurons, by index; box: what is brushed, or null.
+  draw(overview, found, selected, box) {
     if (!this.wide || !overview.fires) return;
-    const { dark } = this.host.state.ramps;
-    this.query = query;
-    const frame = [this.wide, query.upright].join();
-    if (this.overview !== overview || this.frame !== frame) {
-      Object.assign(this, { overview, frame, key: null });
+    const shown = [overview, found, this.wide, this.host.state.ramps];
+    if (!shown.every((part, n) => part === this.shown?.[n])) {
+      this.shown = shown;
+      this.overview = overview;
       this.measure();
+      this.drawPoints(found);
     }
-    const key = [frame, dark, found.stamp].join();
-    if (this.key === key && this.selected === selected) return;
-    if (this.key !== key) this.drawPoints(found);
-    this.key = key;
-    this.drawAbove(selected);
+    this.ring.hidden = selected === null || !overview.fires[selected];
+    if (!this.ring.hidden) place(this.ring, { left: this.left[selected], top: this.top[selected] });
+    this.brush.hidden = !box;
+    if (!box) return;
+    const [left, right, low, high] = box;
+    this.showBrush(this.x.to(left), this.y.to(high), this.x.to(right), this.y.to(low));
   }
 
   measure() {
-    const { overview, wide } = this;
-    const { tokens } = overview.about;
-    this.x = this.axis((index) => overview.fires[index] / tokens, [SPACE.left, wide - SPACE.right]);
-    const range = [HEIGHT - SPACE.bottom, SPACE.top];
-    this.y =
-      this.query.upright === "layer"
-        ? { of: (at) => Math.floor(at / overview.N), ...linear([-0.5, overview.L - 0.5], range) }
-        : this.axis((index) => overview.strength[index], range);
-    this.places = Float32Array.from({ length: 2 * overview.fires.length }, (_, at) =>
-      at % 2 ? this.heightOf(at >> 1) : this.x.to(this.x.of(at >> 1)),
-    );
+    const { fires, strength, about } = this.overview;
+    const inner = {
+      ...{ left: SPACE.left, right: this.wide - SPACE.right },
+      ...{ top: SPACE.top, bottom: HEIGHT - SPACE.bottom },
+    };
+    const rate = Float32Array.from(fires, (count) => count / about.tokens);
+    this.x = logAxis(rate, inner.left, inner.right);
+    this.y = logAxis(strength, inner.bottom, inner.top);
+    this.left = rate.map(this.x.to);
+    this.top = strength.map(this.y.to);
+    const share = (value) => `${Number((100 * value).toPrecision(2))}%`;
+    const axis = ({ ticks, to }, name, written) => ({
+      name: `${name}, log scale`,
+      ticks: ticks.map((value) => [to(value), written(value)]),
+    });
+    const across = axis(this.x, "share of tokens at which it fires", share);
+    const upright = axis(this.y, "mean |h| where it fires", number);
+    this.axes.replaceChildren(...axes(inner, across, upright));
   }
 
-  // A logarithmic axis that holds all neurons that fire.
-  axis(of, range) {
-    const { overview } = this;
-    let [low, high] = [Infinity, 0];
-    for (let index = 0; index < overview.fires.length; index++) {
-      const value = overview.fires[index] ? of(index) : 0;
-      if (value > 0 && value < low) low = value;
-      if (value > high) high = value;
-    }
-    if (!high) [low, high] = [0.1, 1];
-    const ticks = powersOfTen(low, high * 1.0001);
-    return { of, ticks, ...logarithmic([low / 1.2, high * 1.2], range) };
-  }
-
-  context(canvas) {
-    const ratio = devicePixelRatio || 1;
-    const size = { width: Math.round(this.wide * ratio), height: Math.round(HEIGHT * ratio) };
-    Object.assign(canvas, size);
-    const context = canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    return context;
-  }
-
-  // Points are written as pixels: tens of thousands of rectangles would take too long.
   drawPoints(found) {
-    const { overview } = this;
-    const context = this.context(this.sheet);
-    this.drawAxes(context);
-    const { width, height } = this.sheet;
+    const { ramps } = this.host.state;
     const ratio = devicePixelRatio || 1;
-    const size = Math.max(2, Math.round(POINT * ratio));
-    const image = new ImageData(width, height);
-    const pixels = new Uint32Array(image.data.buffer);
-    const dot = (index, colour) => {
-      const [x, y] = this.place(index);
-      const from = Math.round(x * ratio - size / 2) + width * Math.round(y * ratio - size / 2);
-      for (let at = from; at < from + size * width; at += width) pixels.fill(colour, at, at + size);
-    };
-    const faint = withAlpha(pixel(channels(this.host.state.ramps.muted)), 0.15);
-    const { rgb } = this.host.state.ramps.sequential;
-    const last = Math.max(1, overview.L - 1);
-    const colours = Array.from({ length: overview.L }, (_, layer) =>
-      withAlpha(pixel(rgb[Math.round(70 + (185 * layer) / last)]), 0.9),
-    );
-    const matching = new Uint8Array(overview.fires.length);
+    Object.assign(this.canvas, { width: Math.round(this.wide * ratio), height: HEIGHT * ratio });
+    const context = this.canvas.getContext("2d");
+    context.scale(ratio, ratio);
+    const matching = new Uint8Array(this.left.length);
     for (const index of found) matching[index] = 1;
-    for (const match of [0, 1])
+    const dots = (which, colour, alpha) => {
+      context.fillStyle = `rgb(${colour} / ${alpha})`;
       for (let index = 0; index < matching.length; index++)
-        if (overview.fires[index] && matching[index] === match)
-          dot(index, match ? colours[Math.floor(index / overview.N)] : faint);
-    const points = element("canvas", { width, height });
-    points.getContext("2d").putImageData(image, 0, 0);
-    context.drawImage(points, 0, 0, width / ratio, height / ratio);
-  }
-
-  // Layers are rows: their neurons are spread over the row's height, by number.
-  heightOf(index) {
-    const { N } = this.overview;
-    const shift = this.query.upright === "layer" ? 0.7 * ((index % N) / N - 0.5) : 0;
-    return this.y.to(this.y.of(index) + shift);
-  }
-
-  place(index) {
-    return [this.places[2 * index], this.places[2 * index + 1]];
-  }
-
-  drawAxes(context) {
-    const { x, y, wide } = this;
-    context.fillStyle = this.host.state.ramps.muted;
-    context.strokeStyle = this.host.state.ramps.line;
-    context.font = "10.5px system-ui, sans-serif";
-    const bottom = HEIGHT - SPACE.bottom;
-    const line = (...ends) => {
-      context.beginPath();
-      context.moveTo(ends[0], ends[1]);
-      context.lineTo(ends[2], ends[3]);
-      context.stroke();
+        if (matching[index] === which)
+          context.fillRect(Math.round(this.left[index]) - 1, Math.round(this.top[index]) - 1, 2, 2);
     };
-    context.textAlign = "center";
-    for (const tick of x.ticks) {
-      line(x.to(tick), SPACE.top, x.to(tick), bottom);
-      context.fillText(`${Number((100 * tick).toPrecision(2))}%`, x.to(tick), bottom + 13);
-    }
-    const name = "share of tokens at which it fires, log scale";
-    context.fillText(name, (SPACE.left + wide - SPACE.right) / 2, HEIGHT - 5);
-    context.textAlign = "right";
-    const layers = Array.from({ length: this.overview.L }, (_, layer) => layer);
-    const every = Math.ceil(layers.length / 16);
-    for (const tick of y.ticks ?? layers.filter((layer) => layer % every === 0)) {
-      line(SPACE.left, y.to(tick), wide - SPACE.right, y.to(tick));
-      context.fillText(y.ticks ? number(tick) : String(tick), SPACE.left - 6, y.to(tick) + 3.5);
-    }
-    context.save();
-    context.rotate(-Math.PI / 2);
-    context.textAlign = "center";
-    const upright = y.ticks ? "mean |h| where it fires, log scale" : "layer";
-    context.fillText(upright, -(SPACE.top + bottom) / 2, 12);
-    context.restore();
+    dots(0, ramps.muted.join(" "), 0.15);
+    dots(1, ramps.accent.join(" "), 0.8);
   }
 
-  // The selected neuron and the brush, above the points.
-  drawAbove(selected = this.selected) {
-    this.selected = selected;
-    const context = this.context(this.canvas);
-    Object.assign(this.canvas.style, { width: `${this.wide}px`, height: `${HEIGHT}px` });
-    context.drawImage(this.sheet, 0, 0, this.wide, HEIGHT);
-    context.strokeStyle = this.host.state.ramps.accent;
-    context.lineWidth = 2;
-    if (selected !== null && this.overview.fires[selected]) {
-      context.beginPath();
-      context.arc(...this.place(selected), 6, 0, 7);
-      context.stroke();
-    }
-    const corners = this.drag ?? this.brush();
-    if (corners) {
-      const [x, y, right, bottom] = corners;
-      context.setLineDash([4, 3]);
-      context.lineWidth = 1;
-      context.strokeRect(x, y, right - x, bottom - y);
-    }
+  showBrush(left, top, right, bottom) {
+    this.brush.hidden = false;
+    place(this.brush, { left, top, width: right - left, height: bottom - top });
   }
 
   at(event) {
@@ -212,40 +115,25 @@ export class Scatter {
     const [left, top] = this.start;
     if (!this.drag && Math.hypot(x - left, y - top) < 5) return;
     this.drag = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
-    this.drawAbove();
+    this.showBrush(...this.drag);
   }
 
   released(event) {
-    const [x, y] = this.at(event);
-    const dragged = this.start && Math.hypot(x - this.start[0], y - this.start[1]) >= 5;
-    const near = this.nearest(x, y);
-    this.start = null;
-    if (dragged) {
-      const [left, top, right, bottom] = this.drag;
+    const near = this.nearest(...this.at(event));
+    const { drag } = this;
+    this.start = this.drag = null;
+    if (drag) {
+      const [left, top, right, bottom] = drag;
       const ends = [this.x.from(left), this.x.from(right), this.y.from(bottom), this.y.from(top)];
-      this.drag = null;
       this.brushed(ends.map((end) => Number(end.toPrecision(4))));
     } else if (near !== null) this.chosen(near);
-    else this.clear();
-  }
-
-  clear() {
-    this.brushed(null);
-  }
-
-  // The brushed region in pixels.
-  brush() {
-    if (!this.query.box) return null;
-    const [left, right, low, high] = this.query.box;
-    return [this.x.to(left), this.y.to(high), this.x.to(right), this.y.to(low)];
+    else this.brushed(null);
   }
 
   nearest(x, y) {
     let [best, least] = [null, REACH ** 2];
-    for (let index = 0; index < this.overview.fires.length; index++) {
-      if (!this.overview.fires[index]) continue;
-      const [left, top] = this.place(index);
-      const far = (left - x) ** 2 + (top - y) ** 2;
+    for (let index = 0; index < this.left.length; index++) {
+      const far = (this.left[index] - x) ** 2 + (this.top[index] - y) ** 2;
       if (far < least) [best, least] = [index, far];
     }
     return best;
@@ -258,17 +146,23 @@ export class Scatter {
   }
 }
 
-const withAlpha = (colour, alpha) => (colour & 0xffffff) | (Math.round(255 * alpha) << 24);
-
-function logarithmic([low, high], [from, to]) {
-  const share = (to - from) / Math.log(high / low);
-  return {
-    to: (value) => from + share * Math.log(value / low),
-    from: (at) => low * Math.exp((at - from) / share),
-  };
+function place({ style }, sizes) {
+  for (const [name, size] of Object.entries(sizes)) style[name] = `${size}px`;
 }
 
-function linear([low, high], [from, to]) {
-  const share = (to - from) / (high - low);
-  return { to: (value) => from + share * (value - low), from: (at) => low + (at - from) / share };
+// A logarithmic axis from one pixel to another that holds all values above 0, with powers of ten as
+// ticks. A 0 is beyond its end.
+function logAxis(values, from, to) {
+  const known = values.filter((value) => value > 0);
+  const [low, high] = known.length
+    ? [known.reduce((a, b) => Math.min(a, b)), known.reduce((a, b) => Math.max(a, b))]
+    : [0.1, 1];
+  const start = Math.log(low / 1.2);
+  const scale = (to - from) / (Math.log(high * 1.2) - start);
+  const ticks = range(Math.ceil(Math.log10(low)), Math.floor(Math.log10(high * 1.0001)));
+  return {
+    ticks: ticks.filter((_, n) => ticks.length <= 7 || n % 2 === 0).map((power) => 10 ** power),
+    to: (value) => from + scale * (Math.log(value) - start),
+    from: (at) => Math.exp(start + (at - from) / scale),
+  };
 }

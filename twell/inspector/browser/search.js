@@ -3,11 +3,11 @@
 
 const WORDY = /[\p{L}\p{N}]/u;
 
-// What a query says. within: a layer; box: what is brushed in the scatter, by its axes, as left,
-// right, low, high; finding: whether the search is open.
+// within: a layer; box: the brushed part of the scatter, by its axes, as left, right, low, high;
+// finding: whether the search is open.
 export const QUERY = {
   ...{ words: "", where: "fires", within: null, state: "alive", sort: "match" },
-  ...{ upright: "strength", box: null, finding: false },
+  ...{ box: null, finding: false },
 };
 export const WHERE = {
   fires: "fires at",
@@ -17,7 +17,6 @@ export const WHERE = {
   note: "note",
 };
 export const STATES = { alive: "that fire", dead: "dead", all: "all" };
-export const UPRIGHT = { strength: "mean |h|", layer: "layer" };
 export const SORTS = {
   match: "match",
   rate: "fires",
@@ -26,8 +25,8 @@ export const SORTS = {
   number: "number",
 };
 
-// { found, score, waiting, error }: indices layer * N + neuron in order, the score of each neuron
-// (0: no match; null without words), whether chunks are still to come.
+// Return { found, score, waiting, error }. found: indices layer * N + neuron in order; score: of
+// each neuron, 0 for no match, null without words; waiting: true while chunks load.
 export function search(catalog, query) {
   const overview = catalog.chunk("overview");
   if (!overview || overview.error) return { waiting: !overview, error: overview?.error, found: [] };
@@ -35,26 +34,26 @@ export function search(catalog, query) {
   const matched = words ? matches(catalog, overview, query, words) : { score: null };
   if (matched.waiting || matched.error) return { ...matched, found: [] };
   const { score } = matched;
-  const within = query.within < overview.L ? query.within : null; // an address may ask for more
-  const inside = (index) => {
-    if (score && !score[index]) return false;
-    const layer = Math.floor(index / overview.N);
-    if (within !== null && layer !== within) return false;
-    if (!overview.fires) return true;
-    const alive = overview.fires[index] > 0;
-    if (query.state !== "all" && alive !== (query.state === "alive")) return false;
-    if (!query.box) return true;
-    const [left, right, low, high] = query.box;
-    const rate = overview.fires[index] / overview.about.tokens;
-    const height = query.upright === "layer" ? layer : overview.strength[index];
-    return rate >= left && rate <= right && height >= low && height <= high;
-  };
-  const found = ordered(overview, query.sort).filter(inside);
+  const found = ordered(overview, query.sort).filter(
+    (index) => (!score || score[index]) && isInside(overview, query, index),
+  );
   if (score && query.sort === "match") found.sort((a, b) => score[b] - score[a]); // is stable
   return { found, score };
 }
 
-// All neurons by falling size, of equal ones the first first; each order is computed once.
+// Whether a neuron is in the layer, alive or dead, and in the brushed box, as the query has it.
+function isInside({ N, L, fires, strength, about }, { within, state, box }, index) {
+  const exists = within !== null && within < L; // an address may ask for more
+  if (exists && Math.floor(index / N) !== within) return false;
+  if (!fires) return true;
+  if (state !== "all" && fires[index] > 0 !== (state === "alive")) return false;
+  if (!box) return true;
+  const [left, right, low, high] = box;
+  const rate = fires[index] / about.tokens;
+  return rate >= left && rate <= right && strength[index] >= low && strength[index] <= high;
+}
+
+// All neurons by falling size; equal ones by number. Each order is computed once.
 function ordered(overview, sort) {
   const by = sort === "match" ? "strength" : sort;
   overview.orders ??= {};
@@ -87,24 +86,20 @@ function matches(catalog, overview, { where }, words) {
   const layers = Array.from({ length: overview.L }, (_, n) => catalog.chunk(`words-${n}`));
   const wrong = layers.find((chunk) => chunk?.error);
   if (wrong || layers.includes(undefined)) return { waiting: !wrong, error: wrong?.error };
-  const exact = (text) => text === words;
-  const begins = (text) => text.startsWith(words);
-  for (const fits of [exact, begins]) {
-    layers.forEach((chunk, layer) => {
-      const part = score.subarray(layer * overview.N, (layer + 1) * overview.N);
-      scoreWords(part, chunk, where === "promotes" ? 0 : 1, fits);
-    });
-    if (score.some((one) => one > 0)) break;
-  }
+  const small = (text) => text.trim().toLowerCase();
+  const exact = layers.some(({ header }) => header.strings.some((text) => small(text) === words));
+  const fits = (text) => (exact ? small(text) === words : small(text).startsWith(words));
+  layers.forEach((chunk, layer) => {
+    const part = score.subarray(layer * overview.N, (layer + 1) * overview.N);
+    scoreWords(part, chunk, where === "promotes" ? 0 : 1, fits);
+  });
   return { score };
 }
 
-// By how much each neuron of a layer changes the logit of a word. half: 0 raises, 1 lowers.
-function scoreWords(score, { header, array, floats }, half, fits) {
-  const known = header.strings.map((text) => fits(text.trim().toLowerCase()));
-  if (!known.includes(true)) return;
-  const word = array("word");
-  const change = floats("change");
+// Score the neurons of a layer by how much each changes the logit of a word. half: 0 raises it, 1
+// lowers it.
+function scoreWords(score, { header, arrays: { word, change } }, half, fits) {
+  const known = header.strings.map(fits);
   const each = word.length / score.length;
   for (let at = 0; at < word.length; at++) {
     const neuron = Math.floor(at / each);
@@ -113,7 +108,7 @@ function scoreWords(score, { header, array, floats }, half, fits) {
   }
 }
 
-// The text around all examples as one string of small letters, and which place is where.
+// The text around all examples as one string of small letters.
 class TextSearch {
   constructor(text, overview) {
     Object.assign(this, { text, overview });
@@ -122,33 +117,42 @@ class TextSearch {
     const parts = new Array(size);
     this.offset = new Uint32Array(size + 1); // of each token in the string
     for (let at = 0; at < size; at++) {
-      const goesOn =
-        text.number[at + 1] === text.number[at] + 1 && text.sequence[at + 1] === text.sequence[at];
-      parts[at] = goesOn ? small[text.token[at]] : `${small[text.token[at]]}\n\0`;
+      const end = text.last[at] === at ? "\n\0" : ""; // no words go on over a gap
+      parts[at] = small[text.token[at]] + end;
       this.offset[at + 1] = this.offset[at] + parts[at].length;
     }
     this.joined = parts.join("");
-    this.first = new Uint32Array(size + 2); // places by their token: from first[at] of `places`
-    for (const at of text.at) if (at) this.first[at]++;
-    for (let at = 1; at < this.first.length; at++) this.first[at] += this.first[at - 1];
-    this.places = new Uint32Array(text.at.length);
-    for (let place = text.at.length - 1; place >= 0; place--)
-      if (text.at[place]) this.places[--this.first[text.at[place]]] = place;
-    this.seen = new Uint32Array(text.at.length);
-    this.queries = 0;
   }
 
   // In how many of its examples each neuron has the words: where it fires, or anywhere in them.
   count(words, fires) {
-    const score = new Float32Array(this.overview.L * this.overview.N);
-    this.queries++;
+    const { text, overview } = this;
     const whole = this.occurrences(words, true);
-    for (const start of whole.length ? whole : this.occurrences(words, false)) {
-      const from = this.tokenAt(start);
-      const to = this.tokenAt(start + words.length - 1);
-      this.countPlaces(score, from, to, fires);
-    }
+    const marked = this.mark(whole.length ? whole : this.occurrences(words, false), words.length);
+    const { before, after } = fires ? { before: 0, after: 0 } : overview.about;
+    const each = overview.places;
+    const score = new Float32Array(overview.L * overview.N);
+    for (let index = 0; index < score.length; index++)
+      for (let place = index * each; place < (index + 1) * each; place++) {
+        const at = text.at[place] - 1;
+        if (at < 0) continue;
+        const from = Math.max(text.first[at], at - before);
+        const to = Math.min(text.last[at], at + after);
+        if (marked[to + 1] > marked[from]) score[index]++;
+      }
     return score;
+  }
+
+  // How many tokens before each one have a part of the words.
+  mark(starts, length) {
+    const marked = new Uint32Array(this.offset.length);
+    let token = 0;
+    for (const start of starts) {
+      while (this.offset[token + 1] <= start) token++;
+      for (let at = token; this.offset[at] < start + length; at++) marked[at + 1] = 1;
+    }
+    for (let at = 1; at < marked.length; at++) marked[at] += marked[at - 1];
+    return marked;
   }
 
   // Where the words begin; whole: no letter or digit goes on before or after them.
@@ -163,33 +167,5 @@ class TextSearch {
       if (!whole || !cut) starts.push(at);
     }
     return starts;
-  }
-
-  tokenAt(character) {
-    let low = 0;
-    let high = this.offset.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (this.offset[middle] <= character) low = middle;
-      else high = middle;
-    }
-    return low;
-  }
-
-  countPlaces(score, from, to, fires) {
-    const { number, sequence } = this.text;
-    const { before, after } = this.overview.about;
-    const low = fires ? from : Math.max(0, from - after);
-    const high = fires ? to : Math.min(number.length - 1, to + before);
-    const each = this.overview.places;
-    for (let at = low; at <= high; at++) {
-      if (number[at] - number[from] !== at - from || sequence[at] !== sequence[from]) continue;
-      for (let n = this.first[at + 1]; n < this.first[at + 2]; n++) {
-        const place = this.places[n];
-        if (this.seen[place] === this.queries) continue;
-        this.seen[place] = this.queries;
-        score[Math.floor(place / each)]++;
-      }
-    }
   }
 }

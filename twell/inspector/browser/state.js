@@ -2,11 +2,14 @@
 
 import { QUERY } from "./search.js";
 
-export const TRAITS = [
-  ...["side", "token", "layer", "neuron", "colour", "scale", "limit", "layers"],
-  ...["skip_first", "compression", "difference"],
+export const COLOURING = [
+  ...["colour", "scale", "limit", "layers", "skip_first", "compression", "difference"],
 ];
-const BEGIN = { side: 0, token: null, layer: null, neuron: null, colour: "count", scale: "all" };
+export const TRAITS = ["side", "token", "layer", "neuron", ...COLOURING];
+export const BEGIN = {
+  ...{ side: 0, token: null, layer: null, neuron: null },
+  ...{ colour: "count", scale: "all", layers: null },
+};
 
 export class State {
   constructor(model) {
@@ -14,18 +17,16 @@ export class State {
     this.header = null; // until the passage is unpacked
     this.sides = [];
     this.peek = null; // { side, token, layer } or { side, layer, neuron } under the pointer
+    this.query = model.query ?? { ...QUERY }; // a page keeps it in its address
   }
 
   get(name) {
     return this.model.get(name);
   }
 
-  // What is searched for; a page's address keeps it.
-  get query() {
-    return this.model.query ?? (this.ownQuery ??= { ...QUERY });
-  }
-
-  keep() {
+  // Search for something else.
+  ask(changes) {
+    Object.assign(this.query, changes);
     if (this.model.query) this.model.save_changes();
   }
 
@@ -52,9 +53,9 @@ export class State {
     };
     return {
       side,
-      token: known("token", side.T),
-      layer: known("layer", side.L),
-      neuron: known("neuron", side.N),
+      token: known("token", side?.T),
+      layer: known("layer", side?.L),
+      neuron: known("neuron", side?.N),
     };
   }
 
@@ -90,23 +91,23 @@ export class State {
     return colour === "neuron" && !this.shownNeuron(side) ? "count" : colour;
   }
 
-  // The tokens whose colours share a scale; a neuron that is only peeked at has a scale of its own.
+  // The tokens that share a scale; a neuron under the pointer has a scale of its own.
   scaling(how) {
-    if (how !== "neuron") return this.get("scale") === "layer" ? "layer" : "all";
-    return this.get("colour") === "neuron" ? this.get("scale") : "neuron";
+    if (how === "neuron") return this.get("colour") === "neuron" ? this.get("scale") : "neuron";
+    return how === "count" && this.get("scale") === "layer" ? "layer" : "all";
   }
 
-  // The selected token, or the one of this side that stands for it.
+  // The selected token, and the one under the pointer, or those of this side that stand for them.
   pinned(side) {
-    const { side: own, token } = this.selected();
-    return token !== null && this.standsFor(own, side) && token < side.T ? token : null;
+    return this.tokenOf(this.selected(), side);
   }
 
-  // The token under the pointer, or the one of this side that stands for it.
   peeked(side) {
-    const token = this.peek?.token;
-    if (token === undefined || !this.standsFor(this.peek.side, side)) return null;
-    return token < side.T ? token : null;
+    return this.tokenOf(this.peek ?? {}, side);
+  }
+
+  tokenOf({ side: own, token }, side) {
+    return (token ?? side.T) < side.T && this.standsFor(own, side) ? token : null;
   }
 
   // The side from which the values of this one are subtracted, or null.
@@ -137,7 +138,7 @@ export class State {
   }
 
   goTo(preset) {
-    this.put({ ...BEGIN, layers: null, ...preset.view });
+    this.put({ ...BEGIN, ...preset.view });
   }
 
   // The neuron, then the token, then the layer.

@@ -1,4 +1,4 @@
-// The boxes for texts that are run as they are typed, where there is a model.
+// The boxes for texts that are run as they are typed, if there is a model.
 
 import { element } from "./elements.js";
 
@@ -8,27 +8,15 @@ export class Typing {
   constructor(view) {
     this.view = view;
     this.state = view.state;
-    this.boxes = [];
-    this.messages = [];
-    this.nodes = this.state.get("runs") ? this.state.get("texts").map(() => this.build()) : [];
-  }
-
-  build() {
-    const box = element("textarea.tw-type", {
-      rows: "2",
-      spellcheck: "false",
-      placeholder: "Type a text; it is run at once.",
-      dir: "auto",
-      "aria-label": "text to run",
-      oninput: () => {
-        this.stop();
-        this.timer = setTimeout(() => this.send(), WAIT);
-      },
-    });
-    const message = element("span.tw-state", { role: "status" });
-    this.boxes.push(box);
-    this.messages.push(message);
-    return element("div.tw-typing", box, message);
+    const texts = this.state.get("runs") ? this.state.get("texts") : [];
+    const oninput = () => {
+      this.stop();
+      this.timer = setTimeout(() => this.send(), WAIT);
+    };
+    const placeholder = "Type a text; it is run at once.";
+    const about = { rows: "2", spellcheck: "false", dir: "auto", "aria-label": "text to run" };
+    this.boxes = texts.map(() => element("textarea.tw-type", { ...about, placeholder, oninput }));
+    this.message = element("div.tw-error", { role: "status" });
   }
 
   stop() {
@@ -43,24 +31,14 @@ export class Typing {
     if (!this.waiting) this.state.put({ texts, busy: true });
   }
 
-  // Texts that Python set; never over what is being typed.
-  showTexts() {
+  // Texts that Python set, never over what is being typed; and how the run goes.
+  show() {
     this.boxes.forEach((box, n) => {
       if (box !== this.view.active()) box.value = this.state.get("texts")[n] ?? "";
     });
-  }
-
-  showMessages() {
     const busy = this.state.get("busy");
-    const error = this.state.get("error");
     this.view.root.classList.toggle("tw-busy", busy);
-    for (const message of this.messages) {
-      message.textContent = busy ? "running \u2026" : error;
-      message.classList.toggle("tw-error", !busy && error !== "");
-    }
-    if (!busy && this.waiting) {
-      this.waiting = false;
-      this.send();
-    }
+    this.message.textContent = this.state.get("error");
+    if (!busy && this.waiting) this.send();
   }
 }

@@ -1,18 +1,18 @@
-// The whole view: it builds the parts, and draws again what a change of the state concerns.
+// The whole view: it builds the parts, and draws them again when the state changes. A view without
+// a text shows the layers of the model and the search: an atlas.
 
 import { isDark, themeOf } from "./colours.js";
-import { Bar } from "./bar.js";
+import { bar } from "./bar.js";
 import { Browse } from "./browse.js";
-import { Cards } from "./cards.js";
+import { Cards, modelFacts, tokenTitle } from "./cards.js";
 import { Catalog } from "./catalog.js";
-import { changeStrip } from "./changes.js";
+import { changeStrip } from "./compare.js";
 import { unpack } from "./data.js";
-import { element } from "./elements.js";
+import { element, refill, renew } from "./elements.js";
 import { KEYS, pressed } from "./keyboard.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
-import { State, TRAITS } from "./state.js";
-import { fillTip, placeTip } from "./tip.js";
+import { COLOURING, State, TRAITS } from "./state.js";
 import { Typing } from "./typing.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -23,60 +23,42 @@ export class View {
     this.state = new State(model);
     this.prefix = `tw${++views}-`;
     this.parts = []; // of each side with tokens: { passage, map }
-    this.zoom = 0;
     // JupyterLab leaves keys alone below this attribute.
     this.root = element("div.twell", { "data-lm-suppress-shortcuts": "true", tabindex: "-1" });
     parent.append(this.root);
-    this.tip = element("div.tw-tip", { hidden: true });
     this.cards = new Cards(this);
     this.catalogs = new Map(); // by the number of a side
     this.asked = new Map(); // promises of chunks that Python computes
     this.browse = new Browse(this);
-    this.stops = [];
+    this.life = new AbortController();
     this.listen(model);
     this.load();
   }
 
   listen(model) {
-    const keys = model.keys ?? this.root;
-    const onkey = (event) => pressed(event, this.focused(event.target), this.state);
-    keys.addEventListener("keydown", onkey);
-    for (const event of ["pointerover", "focusin", "click"])
-      this.root.addEventListener(event, ({ target }) => this.help(target.closest?.(".tw-help")));
-    for (const event of ["pointerout", "focusout"])
-      this.root.addEventListener(event, () => this.help(null));
-    const on = (name, react) => {
-      model.on(name, react);
-      this.stops.push(() => model.off(name, react));
-    };
-    for (const trait of TRAITS) on(`change:${trait}`, () => this.changed(trait));
-    for (const trait of ["busy", "error"])
-      on(`change:${trait}`, () => this.typing?.showMessages());
-    on("change:texts", () => this.typing?.showTexts());
-    on("change:data", () => this.load());
-    on("change:query", () => this.browse.renew());
-    on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
+    const { signal } = this.life;
+    const key = (event) => pressed(event, this.focused(event.target), this.state);
+    (model.keys ?? this.root).addEventListener("keydown", key, { signal });
     const themed = () => this.themed();
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed, { signal });
     const page = new MutationObserver(themed);
     for (const node of [document.documentElement, document.body])
       page.observe(node, { attributes: true });
-    const system = matchMedia("(prefers-color-scheme: dark)");
-    system.addEventListener("change", themed);
-    this.sizes = new ResizeObserver((entries) => {
-      for (const { target, contentRect } of entries) target.wide = contentRect.width;
-      this.drawMaps();
-    });
-    this.stops.push(
-      () => page.disconnect(),
-      () => system.removeEventListener("change", themed),
-      () => this.sizes.disconnect(),
-      () => keys.removeEventListener("keydown", onkey),
-    );
+    signal.addEventListener("abort", () => page.disconnect());
+    const on = (name, react) => {
+      model.on(name, react);
+      signal.addEventListener("abort", () => model.off(name, react));
+    };
+    for (const trait of TRAITS) on(`change:${trait}`, () => this.changed(trait));
+    for (const trait of ["busy", "error", "texts"])
+      on(`change:${trait}`, () => this.typing?.show());
+    on("change:data", () => this.load());
+    on("change:query", () => this.browse.renew());
+    on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
   }
 
   close() {
-    for (const stop of this.stops) stop();
-    this.closed = true;
+    this.life.abort();
     cancelAnimationFrame(this.drawing);
     this.typing?.stop();
     this.root.remove();
@@ -86,13 +68,13 @@ export class View {
     const bytes = this.state.get("data");
     try {
       const { header, sides } = await unpack(bytes);
-      if (this.closed || bytes !== this.state.get("data")) return;
+      if (this.life.signal.aborted || bytes !== this.state.get("data")) return;
       Object.assign(this.state, { header, sides });
       for (const side of sides) side.catalog = this.catalogOf(side);
     } catch (error) {
       const old = typeof DecompressionStream === "undefined";
-      const why = old ? "it needs a browser of 2023 or later" : error.message;
-      this.root.replaceChildren(element("p.tw-empty", `The passage cannot be shown: ${why}.`));
+      const why = old ? "it needs a browser of 2024 or later" : error.message;
+      refill(this.root, element("p.tw-empty", `The passage cannot be shown: ${why}.`));
       this.frame = null;
       return;
     }
@@ -137,24 +119,18 @@ export class View {
   build() {
     const { state } = this;
     const { sides, header } = state;
-    this.theme();
-    if (this.frame?.sides.length !== sides.length) this.buildFrame();
+    state.ramps = themeOf(this.root, header.palettes);
+    if (this.frame?.sections.length !== sides.length) this.buildFrame();
     state.peek = null;
-    this.tip.hidden = true;
-    this.sizes.disconnect();
-    this.root.classList.toggle("tw-aligned", header.aligned);
-    this.root.classList.toggle("tw-nothing", !sides.some((side) => side.T));
-    this.parts = sides.map((side) => this.buildSide(side));
-    this.bar = new Bar(state);
-    this.frame.head.replaceChildren(...this.buildHead());
-    this.frame.bar.replaceChildren(this.bar.node);
-    this.frame.sides.forEach(({ facts, passage }, n) => {
-      facts.replaceChildren(...(sides.length === 2 ? [this.facts(sides[n])] : []));
-      passage.replaceChildren(...this.nodesOf(this.parts[n]));
-    });
+    const layout = sides.length === 2 ? "tw-two" : sides[0].T ? "tw-one" : "tw-nothing";
+    this.root.className = `twell ${layout}`;
+    this.parts = sides.map((side) =>
+      side.T ? { passage: new Passage(this, side), map: new ActivityMap(this, side) } : null,
+    );
+    this.frame.passages.forEach((box, n) => refill(box, this.nodesOf(sides[n], this.parts[n])));
     this.reveal = true;
-    this.typing.showTexts();
-    this.typing.showMessages();
+    this.built = (this.built ?? 0) + 1;
+    this.typing.show();
     this.update();
     performance.mark("twell-painted");
   }
@@ -162,48 +138,36 @@ export class View {
   buildFrame() {
     const { sides } = this.state;
     this.typing = new Typing(this);
-    const typed = this.typing.nodes;
-    const own = typed.length === sides.length; // one text for each side
-    const boxes = () => ({ facts: element("div"), passage: element("div") });
-    this.frame = { head: element("div.tw-head"), bar: element("div"), sides: sides.map(boxes) };
-    const sections = this.frame.sides.map(({ facts, passage }, n) =>
-      element("section.tw-side", facts, own && typed[n], passage),
-    );
-    this.frame.sections = sections;
+    const { boxes, message } = this.typing;
+    const own = boxes.length === sides.length; // one text for each side
+    const passages = sides.map(() => element("div"));
+    const sections = passages.map((box, n) => element("section.tw-side", own && boxes[n], box));
+    this.frame = { head: element("div.tw-head"), bar: element("div"), passages, sections };
     const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
-    this.root.classList.toggle("tw-two", sides.length === 2);
-    this.root.replaceChildren(
-      this.frame.head,
-      this.frame.bar,
-      ...(own ? [] : typed),
-      element("div.tw-main", element("div.tw-sides", sections), this.cards.box),
-      this.browse.node,
-      element("div.tw-keys", keys),
-      this.tip,
-      this.cards.spoken,
+    const main = element("div.tw-main", element("div.tw-sides", sections), this.cards.box);
+    refill(
+      this.root,
+      ...[this.frame.head, this.frame.bar, own ? [] : boxes, message],
+      element("div.tw-body", main, this.browse.node),
+      element("div.tw-keys", keys, this.cards.spoken),
     );
   }
 
-  buildSide(side) {
-    if (!side.T) return null;
-    const map = new ActivityMap(this, side);
-    this.sizes.observe(map.scroll);
-    return { passage: new Passage(this, side), map };
-  }
-
-  nodesOf(part) {
-    if (part) return [...part.passage.nodes, ...part.map.nodes];
-    const empty = this.state.get("runs")
-      ? "There is no text yet: type one above."
-      : "The text is empty: there is no token to show.";
-    return [element("p.tw-empty", empty)];
+  nodesOf(side, part) {
+    const facts = this.state.sides.length === 2 && this.facts(side);
+    if (part) return [facts, part.passage.nodes, part.map.nodes];
+    if (this.state.get("runs"))
+      return [facts, element("p.tw-empty", "There is no text yet: type one above.")];
+    const empty = "The text is empty: there is no token to show.";
+    return [facts, !side.catalog && element("p.tw-empty", empty)];
   }
 
   // Name and size of a side: above all, or above each of two.
   facts(side) {
     const { name, of, start } = side.about;
+    const overview = !side.T && side.catalog?.chunk("overview");
     const shown = `tokens ${integer(start)}\u2013${integer(start + side.T - 1)} of ${integer(of)}`;
-    const facts = [
+    let facts = [
       of > side.T ? shown : plural(side.T, "token"),
       `${plural(side.L, "layer")} of ${integer(side.N)} neurons`,
     ];
@@ -211,13 +175,13 @@ export class View {
       const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
       facts.push(`${number(mean)} active (${percent(mean / side.N)})`);
       if (side.loss() === side.loss()) facts.push(`loss ${number(side.loss())} nats`);
-    }
+    } else if (overview?.about) facts = modelFacts(overview);
     const quiet = element("span.tw-quiet", facts.join(" \u00b7 "));
     return element("div.tw-name", element("b", name), quiet);
   }
 
-  buildHead() {
-    const { sides } = this.state;
+  head() {
+    const { sides, header } = this.state;
     const most = Math.min(...sides.map((side) => side.about.strongest ?? Infinity));
     const notes = [];
     if (most < Infinity)
@@ -227,21 +191,18 @@ export class View {
       );
     if (!sides.every((side) => side.about.precise))
       notes.push("Values are rounded to bf16, within 0.4%.");
-    notes.push(...this.state.header.reasons);
-    const nodes = sides.length === 1 ? [this.facts(sides[0])] : [];
-    const strong = most < Infinity ? ".tw-strong" : "";
-    nodes.push(...changeStrip(this.state));
-    if (notes.length) nodes.push(element(`div.tw-note${strong}`, notes.join(" ")));
-    return nodes;
-  }
-
-  theme() {
-    this.state.ramps = themeOf(this.root, this.state.header.palettes);
+    notes.push(...header.reasons);
+    return [
+      sides.length === 1 && this.facts(sides[0]),
+      changeStrip(this.state),
+      notes.length > 0 && element("div.tw-note", notes.join(" ")),
+    ];
   }
 
   themed() {
-    if (!this.state.header || isDark(this.root.parentElement) === this.state.ramps.dark) return;
-    this.theme();
+    const { header, ramps } = this.state;
+    if (!header || isDark(this.root.parentElement) === ramps.dark) return;
+    this.state.ramps = themeOf(this.root, header.palettes);
     for (const part of this.parts) part?.passage.painted.fill(-1);
     this.update();
   }
@@ -249,7 +210,6 @@ export class View {
   changed(trait) {
     if (!this.state.header) return;
     if (["token", "side"].includes(trait)) this.reveal = true;
-    this.cards.changed(trait);
     this.schedule();
   }
 
@@ -259,11 +219,15 @@ export class View {
   }
 
   update() {
-    if (this.closed || !this.bar) return;
+    if (this.life.signal.aborted || !this.frame) return;
     const focused = this.root.contains(this.active());
-    this.bar.show();
+    const { state } = this;
+    const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
+    const traits = COLOURING.map((trait) => state.get(trait));
+    const lacking = state.selected().neuron === null;
+    renew(this.frame.head, [this.built, known].join(), () => this.head());
+    renew(this.frame.bar, [this.built, lacking, ...traits].join(), () => bar(state));
     this.paint();
-    this.drawMaps();
     this.cards.show();
     this.browse.show();
     // A card that closed had the focus: keys go on working.
@@ -273,11 +237,10 @@ export class View {
   }
 
   paint() {
-    for (const part of this.parts) part?.passage.paint();
-  }
-
-  drawMaps() {
-    for (const part of this.parts) part?.map.draw();
+    for (const part of this.parts) {
+      part?.passage.paint();
+      part?.map.draw();
+    }
   }
 
   passageOf(side) {
@@ -290,56 +253,26 @@ export class View {
 
   // The side where a node stands, else the selected one.
   focused(node) {
-    const number = this.frame.sections.findIndex((section) => section.contains(node));
+    const number = this.frame?.sections.findIndex((section) => section.contains(node));
     return this.state.sides[number] ?? this.state.selected().side;
-  }
-
-  // The sentence of a question mark, shown below it.
-  help(mark) {
-    if (!mark && !this.helping) return;
-    this.helping = mark;
-    if (!mark) {
-      this.tip.hidden = !this.state.peek?.token;
-      return;
-    }
-    this.tip.replaceChildren(mark.dataset.help);
-    this.tip.hidden = false;
-    const { left, bottom } = mark.getBoundingClientRect();
-    placeTip(this.tip, { clientX: left - 14, clientY: bottom - 12 }, this.root);
-  }
-
-  zoomBy(steps) {
-    this.zoom = Math.max(0, Math.min(5, this.zoom + steps));
-    this.reveal = true;
-    this.update();
   }
 
   // The pointer is on a token, and in the map in a layer; or it left.
   hover(side, token, event, layer) {
     const before = this.state.peek;
     const peek = token === undefined ? null : { side, token, layer };
-    this.state.peek = peek;
     if (["side", "token", "layer"].every((name) => before?.[name] === peek?.[name])) return;
-    this.tip.hidden = !peek;
-    if (peek) {
-      fillTip(this.tip, this.state);
-      placeTip(this.tip, event, this.root);
-    }
-    cancelAnimationFrame(this.peeking);
-    this.peeking = requestAnimationFrame(() => {
-      for (const part of this.parts) part?.passage.showPeek();
-      this.drawMaps();
-      if (this.state.selected().token === null) this.cards.show();
-    });
+    this.peek(peek, () => this.state.selected().token === null && this.cards.show());
+    if (peek) event.currentTarget.title = tokenTitle(this.state);
   }
 
   // The pointer is on a neuron of a card, or left it.
-  peekNeuron(peek) {
+  peek(peek, after = () => {}) {
     this.state.peek = peek;
     cancelAnimationFrame(this.peeking);
     this.peeking = requestAnimationFrame(() => {
       this.paint();
-      this.drawMaps();
+      after();
     });
   }
 }

@@ -1,6 +1,4 @@
-// Numbers and the text of tokens, as they are read.
-
-import { element } from "./elements.js";
+// Numbers as they are read.
 
 const ENGLISH = new Intl.NumberFormat("en"); // toLocaleString makes one each time
 export const integer = (value) => ENGLISH.format(value);
@@ -49,47 +47,3 @@ export function powerOfTwo(value) {
 }
 
 export const BYTES = /^(?:<0x[0-9A-F]{2}>)+$/;
-export const PLAIN = /^[ \p{L}\p{N}\p{P}\p{S}]+$/u; // shows itself
-// Would not be seen, or would move other text: controls, format characters, separators, white space
-// but the space itself.
-const HIDDEN = /[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}\uFEFF]|(?! )\p{Zs}/u;
-const JOINERS = /[\u200d\ufe0f]/; // of emoji and letters
-
-// The text of a token as nodes in which everything can be seen. breaks: a line of text ends at a
-// newline. The font shows spaces (dots.css).
-export function pieces(text, breaks = false) {
-  if (BYTES.test(text)) return [element("span.tw-bytes", text)];
-  if (PLAIN.test(text)) return [text];
-  const nodes = [];
-  let plain = "";
-  const flush = () => {
-    if (plain) nodes.push(plain);
-    plain = "";
-  };
-  const mark = (name, shown) => {
-    flush();
-    nodes.push(element(`span.${name}`, shown));
-  };
-  const characters = [...text];
-  characters.forEach((character, at) => {
-    if (character === "\n") {
-      mark("tw-mark", "\u23ce");
-      if (breaks && at < characters.length - 1) nodes.push(element("br"));
-    } else if (character === "\t") mark("tw-mark", "\u21e5\u00a0\u00a0");
-    else if (HIDDEN.test(character) && !(plain && JOINERS.test(character))) {
-      const code = character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-      mark("tw-bytes", `U+${code}`);
-    } else plain += character;
-  });
-  flush();
-  if (!nodes.length) mark("tw-bytes", "empty");
-  return nodes;
-}
-
-const RIGHT_TO_LEFT =
-  /[\p{Script=Hebrew}\p{Script=Arabic}\p{Script=Syriac}\p{Script=Thaana}\p{Script=Nko}]/gu;
-
-export function direction(text) {
-  const right = (text.match(RIGHT_TO_LEFT) ?? []).length;
-  return right && 2 * right > (text.match(/\p{L}/gu) ?? []).length ? "rtl" : "ltr";
-}
