@@ -224,7 +224,6 @@ PARTS: dict[str, tuple[int, list[str]]] = {
         150,
         [f"{FFN} --tokens 65536,2048,64,1 {SIZE(576, 1536)} --active 150,40"],
     ),
-    "merged": (120, [f"{FFN} --tokens 65536,2048,64,1 --merged"]),
     "calibrate": (
         400,
         [
@@ -243,8 +242,6 @@ PARTS: dict[str, tuple[int, list[str]]] = {
     ),
     "prompts": (300, [f"{PLAIN} --batches 1x128,1x512,1x2048"]),
     "plain-calls": (600, [f"{PLAIN} --no-graphs --batches 1x128,1x512,1x2048 --decode 1,4,32"]),
-    "serve": (600, ["twell measure serve 2b --seconds 420"]),
-    "serve-graphs": (600, ["twell measure serve 2b --cuda-graph --seconds 360"]),
     "flagship-step": (
         200,
         [

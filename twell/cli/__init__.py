@@ -25,7 +25,6 @@ from twell.cli import (
     measure_ffn,
     measure_model,
     measure_quality,
-    measure_serve,
     measure_train_step,
     relufy,
     runs,
@@ -80,7 +79,6 @@ _add(measure, measure_train_step, "train-step")
 _add(measure, measure_model, "model")
 _add(measure, measure_calibrate, "calibrate")
 _add(measure, measure_quality, "quality")
-_add(measure, measure_serve, "serve")
 app.add_typer(measure, name="measure", rich_help_panel=RESULTS)
 _add(app, runs, "runs", RESULTS)
 _add(app, info, "info", RESULTS)

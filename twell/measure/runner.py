@@ -31,7 +31,6 @@ SETTLE_MS = 300  # of runs before them: power takes a while to settle
 PROFILED = 8  # calls that are profiled, at least
 
 Run = Callable[[], Any]
-Kernels = Sequence[tuple[str, float]]  # names and ms
 
 
 @dataclass(frozen=True)
@@ -221,12 +220,8 @@ class Gpu:
         torch.cuda.synchronize()
         return before, torch.cuda.max_memory_allocated()
 
-    def available(self) -> int:
-        """Return the bytes that are free, and those that torch holds to use again."""
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-
-    def kernels(self, calls: Sequence[Run], rounds: int) -> Kernels:
-        """Return the kernels of so many rounds of the calls, in the order they ran."""
+    def kernels(self, calls: Sequence[Run], rounds: int) -> list[tuple[str, int, float]]:
+        """Return name, launches and ms in all of each kernel of so many rounds of the calls."""
         from torch.profiler import ProfilerActivity, profile
 
         for _ in range(2):  # the first profile of a process pays for its start
@@ -234,13 +229,11 @@ class Gpu:
                 repeat(calls, rounds)
                 torch.cuda.synchronize()
         cuda = torch.autograd.DeviceType.CUDA
-        events = [
-            event
-            for event in profiler.events()
-            if event.device_type == cuda and not getattr(event, "is_user_annotation", 0)
+        return [
+            (event.key, event.count, event.self_device_time_total / 1e3)
+            for event in profiler.key_averages()
+            if event.device_type == cuda and not event.is_user_annotation
         ]
-        events.sort(key=lambda event: event.time_range.start)
-        return [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
 
 
 def energy_meter() -> Callable[[], int]:
@@ -275,21 +268,9 @@ def kernel_rows(gpu: Gpu, calls: Sequence[Run]) -> list[dict]:
     """Return kernel, launches and ms in one call (means over the calls) of each kernel."""
     rounds = -(-PROFILED // len(calls))
     number = rounds * len(calls)
-    kernels = pd.DataFrame(gpu.kernels(calls, rounds), columns=["name", "ms"])
-    rows = []
-    for name, ms in kernels.groupby(kernels["name"].map(kernel_name), sort=False)["ms"]:
-        launches, mean = round(len(ms) / number, 2), significant(ms.sum() / number, 4)
-        rows.append({"kernel": name, "launches": launches, "ms": mean})
-    return rows
-
-
-def equal_parts(kernels: Kernels, number: int) -> list[Kernels]:
-    """Cut into so many parts of the same kernels in the same order; RuntimeError for others."""
-    each, rest = divmod(len(kernels), number)
-    parts = [kernels[start : start + each] for start in range(0, len(kernels), each or 1)]
-    names = [[name for name, _ in part] for part in parts]
-    if rest or not each or any(part != names[0] for part in names):
-        raise RuntimeError(
-            f"{len(kernels)} kernels ran in {number} equal passes, and not the same in each"
-        )
-    return parts
+    table = pd.DataFrame(gpu.kernels(calls, rounds), columns=["kernel", "launches", "ms"])
+    sums = table.groupby(table["kernel"].map(kernel_name), sort=False)[["launches", "ms"]].sum()
+    return [
+        {"kernel": name, "launches": round(launches / number, 2), "ms": significant(ms / number, 4)}
+        for name, launches, ms in sums.itertuples()
+    ]
