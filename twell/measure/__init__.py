@@ -15,7 +15,7 @@ versions, commit and command.
     sides, model, decode
                         whole models: forward passes, layers, decoding
     trainer             one optimiser step of a model
-    precision           what FP8 costs in cross-entropy, on any device
+    precision           the cross-entropy that FP8 costs, on any device
 
 The public functions load at first use: importing twell.measure.providers loads no torch.
 """

@@ -18,7 +18,7 @@ from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, Calibration, Floor
 from twell.sparse.plan import WAITING
 
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16384, 131072
-BEHIND = 2  # a path that takes so many times dense's time is not followed to higher activity
+BEHIND = 2  # a path this many times slower than dense is not timed at higher activity
 # Where a call may wait for Python: up to 4 tokens, up to 512, and more take different kernels.
 FLOOR_TOKENS = 1, 2, 4, 8, 512, 2048
 
@@ -40,12 +40,12 @@ def calibrate(
     out: str | Path | None = None,
     tokens: Sequence[int] = CALIBRATION_TOKENS,
 ) -> Calibration:
-    """Time the kernels' dense path and each sparse one: what "auto" chooses by.
+    """Time the kernels' dense path and each sparse path, by which "auto" chooses.
 
     The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token
-    to all; `out` is the JSON file to write, if any. Calls that may wait for Python are timed eager and compiled too,
-    without a CUDA graph. About two minutes on an H100. Training is not part of it: see `crossover`.
-    Raises as `ffn` does, and FileNotFoundError where the folder of `out` does not exist. Ours.
+    to all; `out` is the JSON file to write, if any. Calls that may wait for Python are also timed
+    eager and compiled, without a CUDA graph. About two minutes on an H100. `crossover` measures
+    training. Raises as `ffn` does, and FileNotFoundError where the folder of `out` does not exist. Ours.
     """
     gpu = runner.Gpu()
     check_sizes(tokens, hidden_size, intermediate_size)

@@ -42,9 +42,9 @@ from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
-GRAPH_TOKENS = 4096  # up to so many tokens the default mode is "graph"
-DECODE_TOKENS = 1024  # the path "decode" is measured up to so many tokens
-# Row-wise takes half a second for so many entries, and is then far behind every other path.
+GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
+DECODE_TOKENS = 1024  # largest number of tokens for which the path "decode" is timed
+# With this many entries row-wise takes half a second, far more than any other path.
 ROWWISE_ENTRIES = 100_000_000
 
 
@@ -190,7 +190,7 @@ class Case:
     def layers(self, provider: Provider) -> list[nn.Module]:
         """Return a provider's layers, one for each set of weights, not compiled.
 
-        Those of "auto" know the case's activity. A dense provider with a path is a SparseFFN.
+        Layers of "auto" know the case's activity. A dense provider with a path is a SparseFFN.
         """
         if provider.backend != "dense" or provider.path:
             return [self._sparse(provider, weights) for weights in self.sets]
@@ -212,7 +212,7 @@ class Case:
         return layer.eval()
 
     def exact_for(self, provider: Provider, path: str | None) -> tuple[Exact, float]:
-        """Return what a provider has to compute by a path, and its error above the tolerance."""
+        """Return the exact result of a provider and path, and a limit above the tolerance or 0."""
         if not provider.in_fp8:
             return self.exact, 0.0
         if provider.backend != "dense" and path != "dense":
@@ -248,7 +248,7 @@ def cases(
     """Yield a case for each level of activity or recorded mask, and its mode.
 
     Delete a case before the next one. modes: by number of tokens; in the mode "stream" a case has
-    one set of weights. options: those of `Case.of`. The rest: arguments of `ffn`.
+    one set of weights. options: of `Case.of`. The rest: arguments of `ffn`.
     """
     for num_tokens, mode in modes.items():
         for name in patterns:

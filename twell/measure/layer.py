@@ -57,7 +57,7 @@ def ffn(
             timed for ReLU without biases.
         mode: one of MODES (see `runner`); default: graph up to 4,096 tokens, else stream. FP8 is
             timed in these two.
-        masks: name -> [T, N] bool; default: those of `recorded_masks()`.
+        masks: name -> [T, N] bool; default: `recorded_masks()`.
         energy: also measure the energy of each call: over a second more for each row.
         kernels: also measure each kernel of our paths; needs `out`.
         calibration: the times that "auto", which knows the activity, chooses by; None: its default.

@@ -82,11 +82,11 @@ def language_model(
         overrides: fields of it to change, as key=value.
         checkpoint: instead, its name, the model in bf16 and the tokens of a text with its activity.
         ordered: compute similar tokens of the text side by side (`twell.order_tokens`).
-        alike: then measure random weights too, with its layers' means on the first of the batches.
+        alike: then measure random weights too, with the layers' means on the first batch.
         shapes: batches (sequences, tokens of each) whose forward pass is timed.
         profile: how the activity varies over layers, see `Pattern`.
         active: means over layers, each imposed and measured in turn; default: the paper's.
-        layers: also time each feed-forward layer alone, on the first of the batches.
+        layers: also time each feed-forward layer alone, on the first batch.
         decode: numbers of documents to continue by GENERATION tokens behind `decode_context`.
         compiled: True: only with compiled layers; False: only eager; None: both.
         tuned: also time decoding with layers that Inductor tunes.
@@ -134,7 +134,7 @@ def language_model(
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
     def measure(draw: Draw, means: Sequence[float] | None) -> list[dict]:
-        """Add the rows of one activity; return that of each layer on the first of the batches."""
+        """Add the rows of one activity; return each layer's activity on the first batch."""
         of_first: list[dict] = []
         subject.become(DENSE_EAGER)
         if means is not None:
@@ -175,7 +175,7 @@ def _draw_from(
     longest: int,
     device: torch.device,
 ) -> Draw:
-    """Return what cuts batches from a text. Raises ValueError for a model that is not measured."""
+    """Return a function that cuts batches from a text. Raises ValueError for an unfit model."""
     config, most = model.config, model.config.max_position_embeddings
     check_model(name, config, longest)
     in_bf16 = f"{name} is in {model.dtype}; load it in torch.bfloat16"

@@ -1,4 +1,4 @@
-"""What FP8 costs in quality: one model's cross-entropy on the same tokens in several precisions.
+"""The quality that FP8 costs: a model's cross-entropy on the same tokens in several precisions.
 
 Differences are paired: the same tokens, summed by sequence, and bootstrapped over sequences. The
 sparse rows have gate and up in FP8 and down in bf16, the dense ones all three; "FP8 all" adds

@@ -58,7 +58,7 @@ KINDS = {FP8: Rows, FP8_TENSOR: ByTensor}
 
 @torch.no_grad()
 def round_weights(layer: nn.Module, precision: str) -> None:
-    """Replace the projections of a dense layer by those of a precision, in place."""
+    """Replace the projections of a dense layer by FP8 ones, in place."""
     kind = KINDS[precision]
     layer.read = kind.read
     for name in PROJECTIONS:
@@ -67,7 +67,7 @@ def round_weights(layer: nn.Module, precision: str) -> None:
 
 
 class Linears:
-    """The linear layers of a model in bf16, of which those of a provider are in FP8.
+    """The linear layers of a model in bf16, some of them in FP8 as a provider wants.
 
     A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
     of attention are in FP8 too.

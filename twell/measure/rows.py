@@ -48,7 +48,7 @@ COLUMNS = {
         "high dense_difference dense_low dense_high active",
     }.items()
 }
-# Known of some rows alone: None in the others.
+# Columns that only some rows have: None in the others.
 OPTIONAL = {"energy", "watts", "idle", "flops", "bytes", "roofline"}
 
 
@@ -90,5 +90,5 @@ def require(condition: bool, message: str) -> None:
 
 
 def significant(value: float, digits: int) -> float:
-    """Return a number rounded to so many significant digits, as files have it."""
+    """Return a number rounded to `digits` significant digits."""
     return float(f"{value:.{digits}g}")

@@ -59,9 +59,9 @@ TURNS = {
 class Call:
     """A checked call of one provider, and how to time it.
 
-    run: what is timed. columns: the provider's columns, such as its error. per_run: the calls that
-    a run makes, such as layers of a graph. flush: empty the cache before each run. enter: gives
-    this provider what all share, such as a model. metered: whether its energy is measured.
+    run: the function to time. columns: the provider's columns, such as its error. per_run: the
+    calls that a run makes, such as layers of a graph. flush: empty the cache before each run.
+    enter: switches a shared model to this provider. metered: whether its energy is measured.
     """
 
     run: Run
@@ -78,9 +78,9 @@ def bench(case: Any, providers: Iterable[Hashable], turns: str = "layer") -> dic
     case: has a `gpu`; its `prepare(provider)` returns a Call, or raises ArithmeticError for a wrong
     result. Nothing is timed before all results were found correct. turns: a name of TURNS.
 
-    The columns are those of the check; p20, p50 and p80 of ms a call; with a meter also energy (mJ
-    a call, idle power included) and watts. The order of a round is drawn, always alike: where power
-    binds, a call that always followed the hottest one would look slow.
+    The columns are the check's; p20, p50 and p80 of ms a call; with a meter also energy (mJ a call,
+    idle power included) and watts. The order of a round is random, with a fixed seed: under a power
+    limit, a call that always followed the hottest one would look slow.
     """
     how = TURNS[turns]
     timers = {key: _Timer(case.gpu, case.prepare(key), how) for key in providers}
@@ -167,7 +167,7 @@ class Gpu:
         return np.array(do_bench(run, warmup=warmup, rep=int(budget), return_mode="all"))
 
     def replay_times(self, run: Run, number: int, lead: int = LEAD) -> np.ndarray:
-        """Return times in ms of so many runs without gaps between, after `lead` uncounted ones."""
+        """Return times in ms of `number` runs without gaps, after `lead` uncounted ones."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
         repeat([run], lead)
         for event in events[:-1]:
@@ -221,7 +221,7 @@ class Gpu:
         return before, torch.cuda.max_memory_allocated()
 
     def kernels(self, calls: Sequence[Run], rounds: int) -> list[tuple[str, int, float]]:
-        """Return name, launches and ms in all of each kernel of so many rounds of the calls."""
+        """Return name, launches and total ms of each kernel in `rounds` rounds of the calls."""
         from torch.profiler import ProfilerActivity, profile
 
         for _ in range(2):  # the first profile of a process pays for its start
@@ -244,7 +244,7 @@ def energy_meter() -> Callable[[], int]:
         raise RuntimeError("the package nvidia-ml-py is not installed") from None
     try:
         pynvml.nvmlInit()
-        # NVML counts all GPUs, torch those of CUDA_VISIBLE_DEVICES.
+        # NVML numbers all GPUs, torch only the visible ones.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
         meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         meter()

@@ -142,7 +142,7 @@ class Sides:
             ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
 
     def paths(self, provider: Provider, tokens: int) -> str:
-        """Return how many layers compute so many tokens by which path: "union 38"."""
+        """Return the number of layers by the path that computes `tokens` tokens: "union 38"."""
         from twell.kernels import ops
 
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
@@ -237,7 +237,7 @@ class ModelCase:
         return Call(run, columns, self.per_run, enter=enter)
 
     def rows(self, case: dict, tokens: int, providers: Sequence[Provider]) -> list[dict]:
-        """Return a row of each provider, whose layers compute so many tokens at a time."""
+        """Return a row of each provider; `tokens`: of one call of a layer."""
         return [
             case | {"provider": one.name, "path": self.subject.paths(one, tokens)} | columns
             for one, columns in bench(self, providers, "pass").items()
@@ -256,8 +256,8 @@ def random_model(
 ) -> tuple[SparseLlamaForCausalLM, TrainConfig]:
     """Return a model in bf16 for up to `context` tokens, and its configuration.
 
-    The weights are those of `imposed.draw_weights`; `size` and `overrides` as `TrainConfig.load`
-    takes them. Raises ValueError for a model that the kernels do not take.
+    `imposed.draw_weights` draws the weights; `size` and `overrides` are of `TrainConfig.load`.
+    Raises ValueError for a model that the kernels do not take.
     """
     config = TrainConfig.load(size, overrides)
     sizes = config.model_config()

@@ -1,9 +1,9 @@
 """Training of one layer: a pass forward and backward, dense and by each sparse path.
 
 Output, L1 term and gradients are compared with fp64 before a step is timed. All providers have the
-same loss, the gradient of the L1 term included. Sparse steps are those of a SparseFFN as
-`twell.SparseTraining` prepares it. Steps are timed in one of two modes of runner.py: "stream", or
-"eager", where the host's work counts.
+same loss, the gradient of the L1 term included. `twell.SparseTraining` prepares the SparseFFN of a
+sparse step. Steps are timed in one of two modes of runner.py: "stream", or "eager", where the
+host's work counts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from twell.sparse.calibration import crossing
 from twell.sparse.observe import Collector
 from twell.sparse.training import SparseTraining
 
-# Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets
-# from y, so that the check notices its absence. It is a power of two: another constant is rounded
-# alike in every entry, by all providers, which does not average.
+# Gradients that reach the layer. The L1 term's is a tenth of the random one that a neuron gets from
+# y, so that the check notices its absence. It is a power of two, since any other constant would be
+# rounded the same way in every entry, and such errors do not average.
 DY, DL1 = 1e-5, 2.0**-20
 # By mode; in the mode "eager" "triton" is the layer by the path "union".
 PROVIDERS = {

@@ -67,8 +67,8 @@ def train_step(
 
     A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW
     on fp32 weights, with the L1 term at 2e-5 and the cross-entropy in chunks. Each provider takes 3
-    steps at the configuration's learning rate. Its loss then, and the norms of its first gradient,
-    of all weights and of the feed-forward ones, have to be those of dense. Returns the rows,
+    steps at the configuration's learning rate. Its loss then, and the norms of its first gradient
+    (of all weights, and of the feed-forward ones), have to equal dense's. Returns the rows,
     COLUMNS["train_step"]. Raises ValueError for unfit arguments, ArithmeticError for a provider
     that learns something else, RuntimeError without a GPU. Ours.
     """
@@ -163,7 +163,7 @@ class Trainer:
         SparseTraining(self.model).allow_recompiling()
 
     def draw(self, sequences: int) -> None:
-        """Take a batch of so many documents from now on; each predicts its own next tokens."""
+        """Take a batch of `sequences` documents from now on; each predicts its own next tokens."""
         size = self.config.vocab_size, sequences, self.config.context
         self.tokens = imposed.draw_tokens(*size, device=self.gpu.device)
         self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
@@ -181,7 +181,7 @@ class Trainer:
         self.model.set_ffn_backend("dense")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                # Dense layers have plain strides; the optimiser's state takes those of the weights.
+                # Dense layers have plain strides; the optimiser's state copies them.
                 parameter.data = self.start[name].to(self.gpu.device, copy=True)
         if provider.backend == "triton":
             self.model.set_ffn_backend("triton")
@@ -234,7 +234,7 @@ class Trainer:
         return float(steps[-1][0]), float(steps[0][1]), float(steps[0][2])
 
     def fits(self, sequences: int) -> bool:
-        """Return whether steps of so many documents, the batch from then on, fit into memory."""
+        """Take `sequences` documents from now on; return whether their steps fit into memory."""
         self.draw(sequences)
         try:
             for _ in range(2):
@@ -262,7 +262,7 @@ class Trainer:
         return fits
 
     def prepare(self, provider: Provider) -> Call:
-        """Compare a provider's steps with those of the first one, which is dense."""
+        """Compare a provider's steps with the first provider's, which is dense."""
         what = f"{provider} of {self.name}"
         self.become(provider, self.config.learning_rate)
         results = self.steps()
