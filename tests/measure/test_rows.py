@@ -11,6 +11,7 @@ from twell.measure.providers import (
     SPARSE_PATHS,
     TUNED,
     Provider,
+    model_providers,
 )
 from twell.measure.rows import COLUMNS, Rows
 
@@ -68,6 +69,15 @@ def test_names_that_are_none_are_refused():
     for name in ("union", "triton eager", "dense union", "", "dense torch.compiled"):
         with pytest.raises(ValueError, match=f"provider '{name}' is unknown"):
             Provider.parse(name)
+
+
+def test_the_providers_of_a_model_are_those_of_its_compilations():
+    eager, compiled, tuned = (
+        [Provider(backend, None, kind) for backend in ("dense", "triton", "auto")]
+        for kind in ("eager", COMPILED, TUNED)
+    )
+    assert model_providers(None, True) == eager + compiled + tuned
+    assert model_providers(True) == compiled and model_providers(False) == eager
 
 
 def test_the_face_of_the_package_loads():
