@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def calibrate(
     check_sizes(tokens, hidden_size, intermediate_size)
     if out and (not Path(out).parent.is_dir() or Path(out).is_dir()):
         raise FileNotFoundError(f"{out} cannot be written: name a file in a folder that exists")
-    layers = Layers(gpu, hidden_size, intermediate_size, gated, quantized)
+    layers = Layers(gpu, (hidden_size, intermediate_size), gated, FP8 if quantized else None)
     rows = [row for num_tokens in tokens for row in layers.times(num_tokens)]
     few = [number for number in FLOOR_TOKENS if number <= max(tokens)]
     floors = tuple(floor for num_tokens in few for floor in layers.floors(num_tokens))
@@ -73,19 +74,14 @@ def calibrate(
     return calibration
 
 
+@dataclass(frozen=True)
 class Layers:
-    """Layers of one size, to be timed at any number of tokens and activity."""
+    """Layers of one size [K, N], to be timed at any number of tokens and activity."""
 
-    def __init__(
-        self,
-        gpu: runner.Gpu,
-        hidden_size: int,
-        intermediate_size: int,
-        gated: bool,
-        quantized: bool = False,
-    ):
-        self.gpu, self.size, self.gated = gpu, (hidden_size, intermediate_size), gated
-        self.precision = FP8 if quantized else None
+    gpu: runner.Gpu
+    size: tuple[int, int]
+    gated: bool
+    precision: str | None
 
     def case(self, num_tokens: int, active: float) -> Case:
         inputs = synthetic_layer(num_tokens, *self.size, active=active, device=self.gpu.device)

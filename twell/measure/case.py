@@ -211,11 +211,11 @@ class Case:
         layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
         return layer.eval()
 
-    def exact_for(self, provider: Provider, path: str | None) -> tuple[Exact, float]:
-        """Return the exact result of a provider and path, and a limit above the tolerance or 0."""
+    def exact_for(self, provider: Provider) -> tuple[Exact, float]:
+        """Return the exact result of a provider, and a limit above the tolerance or 0."""
         if not provider.in_fp8:
             return self.exact, 0.0
-        if provider.backend != "dense" and path != "dense":
+        if provider.backend != "dense":
             return self._exact_in_fp8, 0.0
         kind = quantized.KINDS[provider.precision]
         wide = [None if w is None else kind(w.contiguous()).wide() for w in self.sets[0]]

@@ -98,9 +98,8 @@ class Decoder:
         self.position = torch.full((1,), context, device=device)
         slots = math.ceil(script.shape[1] / 16) * 16  # attention needs masks of 16-byte multiples
         self.places = torch.arange(slots, device=device)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape, dtype = (len(script), heads, slots, size), model.model.embed_tokens.weight.dtype
+        shape = len(script), config.num_key_value_heads, slots, config.head_dim
+        dtype = model.model.embed_tokens.weight.dtype
         self.caches = [LayerCache(shape, self.position, dtype) for _ in model.model.layers]
         self.picked = torch.zeros_like(script)
         # The parts before and behind the layers, by compilation.

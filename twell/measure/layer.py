@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from twell.measure import runner
 from twell.measure.case import Case, cases, check_sizes, compiled, default_mode
@@ -100,22 +101,17 @@ def check_grid(
 class LayerBench:
     """The forward pass of a case's layers, checked in the mode in which they are timed.
 
-    allowed: relative RMS, where it is more than the tolerance. `path` gives a provider's path.
+    allowed: relative RMS, where it is more than the tolerance.
     """
 
     def __init__(self, gpu: runner.Gpu, case: Case, mode: str, allowed: float = 0.0):
         self.gpu, self.case, self.mode, self.allowed = gpu, case, mode, allowed
+        self.layers: dict[Provider, list[nn.Module]] = {}
         self.calls: dict[Provider, list[runner.Run]] = {}
-        self.path: dict[Provider, Callable[[], str]] = {}
 
     def prepare(self, provider: Provider) -> Call:
         case, mode = self.case, self.mode
-        layers = case.layers(provider)
-        self.path[provider] = lambda: provider.path or "dense"
-        if provider.backend == "auto":
-            situation = EAGER if mode == "stream" else mode
-            ask = functools.partial(layers[0].chooser.path, len(case.x), situation)
-            self.path[provider] = ask
+        layers = self.layers[provider] = case.layers(provider)
         if provider.compiled or (mode == "compiled" and provider not in DENSE):
             layers = [compiled(layer) for layer in layers]
         calls = self.calls[provider] = [functools.partial(layer, case.x) for layer in layers]
@@ -126,12 +122,18 @@ class LayerBench:
             run()
         else:
             run, outputs = functools.partial(repeat, calls, 1), [call() for call in calls]
-        # Asked after the calls, of which the first plans for this card.
-        exact, limit = case.exact_for(provider, self.path[provider]())
+        exact, limit = case.exact_for(provider)
         limit = max(limit, self.allowed)
         error = max(exact.check(y, f"{provider} at {case}", limit) for y in outputs)
         columns = {"relative_rms": significant(error, 3)}
         return Call(run, columns, len(outputs), flush=mode == "stream")
+
+    def path(self, provider: Provider) -> str:
+        """Return the path that a provider takes. "auto" plans for this card in its first call."""
+        if provider.backend != "auto":
+            return provider.path or "dense"
+        situation = EAGER if self.mode == "stream" else self.mode
+        return self.layers[provider][0].chooser.path(len(self.case.x), situation)
 
     def measure(self, rows: Rows, kernels: bool) -> None:
         """Add the rows of ffn.csv and kernels.csv."""
@@ -140,7 +142,7 @@ class LayerBench:
         for provider, columns in bench(self, providers).items():
             calls = self.calls[provider]
             row = self.case.columns | {"mode": self.mode, "weight_sets": len(calls)} | columns
-            row |= {"provider": provider.name, "path": self.path[provider]()}
+            row |= {"provider": provider.name, "path": self.path(provider)}
             results.append(row)
             if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
                 parts += [row | kernel for kernel in runner.kernel_rows(self.gpu, calls)]

@@ -272,7 +272,7 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
         columns = bench(own, [DENSE_COMPILED, sparse, AUTO])
         names = {"dense": DENSE_COMPILED, "sparse": sparse, "auto": AUTO}
         row = {name: columns[provider]["p50"] for name, provider in names.items()}
-        row["auto_path"] = own.path[AUTO]()
+        row["auto_path"] = own.path(AUTO)
         rows.append(row | {"relative_rms": columns[sparse]["relative_rms"]})
 
     with imposed.before_ffn(subject.model, visit):
