@@ -76,15 +76,6 @@ def test_words_go_through_the_last_norm_of_the_family(folder, kind, changes, add
         torch.testing.assert_close(values, expected.detach(), rtol=2e-3, atol=2e-3)
 
 
-def test_a_model_without_a_last_norm_has_no_words(folder):
-    path, _ = folder("opt", do_layer_norm_before=False, word_embed_proj_dim=16)  # as OPT-350m
-    model, tokenizer = trace.load_with_tokenizer(path)
-    side = Side("model", trace.trace_tokens(model, tokenizer, []), None, model, tokenizer)
-    catalog = inspector.Catalog(side)
-    assert not unpack(catalog.chunk("overview"))[0]["words"]
-    assert "word" not in unpack(catalog.chunk("words-1"))[1]
-
-
 def test_commands_take_opt_and_evaluations_score_it(folder, capsys):
     path, dense = folder("opt")
     out = path.parent / "out"

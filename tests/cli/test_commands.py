@@ -50,7 +50,7 @@ def python(code, **environment):
 
 def test_every_command_has_help_with_an_example_that_parses(capsys):
     commands = list(every_command())
-    assert len(commands) == 16
+    assert len(commands) == 15
     for command in commands:
         assert main([*command.split(), "--help"]) == 0
         example = capsys.readouterr().out.partition("Example: twell ")[2]
@@ -232,7 +232,6 @@ def test_ffn_gets_everything(measured):
     assert list(masks) == ["text_1"] and np.array_equal(masks["text_1"], mask[1])
     assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
     changed = {"activation": "relu2", "bias": True, "mode": "graph", "out": Path("x")}
-    changed["merged"] = False
     assert options == LAYER_OPTIONS | changed
 
 
@@ -252,12 +251,12 @@ def test_steps_get_everything(measured):
 
 def test_model_gets_everything(measured):
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
-    words += "--parts --decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x"
+    words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x"
     words += " --no-graphs"
     arguments, options = measured(f"{words} --calibration {SHIPPED}", "language_model")
     assert options.pop("calibration").device == "NVIDIA H200"
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
-    expected |= dict(layers=True, parts=True, decode=[1, 8], decode_context=30, compiled=False)
+    expected |= dict(layers=True, decode=[1, 8], decode_context=30, compiled=False)
     expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)
     expected |= dict(graphs=False, alike=False)
     assert arguments == ("1.5b", ["num_layers=2"]) and options == expected

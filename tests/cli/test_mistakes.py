@@ -1,7 +1,6 @@
 """Mistakes on the command line: a clear error, exit status 2, and nothing is written."""
 
 import importlib
-import importlib.metadata
 import re
 import shlex
 import sys
@@ -11,7 +10,6 @@ import pytest
 
 from tests.factories.analysis import make_trace
 from tests.factories.trace import aggregate_of
-from twell import corpus
 from twell.cli import main
 
 # Overrides of a configuration, and what the error names; tests/test_config.py has more.
@@ -19,11 +17,9 @@ FIELDS = {
     "l1=3e-3": r"'l1' .*'l1_coefficient'",
     "activation=gelu": r"'gelu' .*relu, relu2, drelu, silu",
     "activation=silu backend=reference": "'silu'",
-    "vocab_size=100": r"vocab_size is 100; .*257",
     "num_layers=1e12": r"not enough memory: lower the sizes",
     "source=hf:some/data tokenizer=RUN/model": "'some/data'",
     "source=RUN/nothing.txt": r"nothing\.txt",
-    "tokenizer=RUN/nothing": "nothing",
     "tokenizer=RUN/model vocab_size=300": "320 .*vocab_size 300",
 }
 # Commands, and what the error names. RUN is a finished run, PLACE its folder, OUT a new path, TEXT
@@ -34,51 +30,38 @@ COMMANDS = {
     "train quick --out OUT --resume": "OUT .*--resume",
     "train quick --resume --overwrite": "--resume .*--overwrite",
     "train quick --out RUN": "run already holds a run",
-    "train quick --out PLACE --overwrite": r"config\.yaml, provenance\.json",
     "train quick --out TEXT": r"text\.jsonl is a file",
     "train RUN/config.yaml seed=5 --out RUN --resume": "seed was 0 and is 5",
     "train quick --bogus": "--bogus",
-    "train": "'CONFIG'",
     "bogus": "'bogus'",
     "trace RUN --text ''": "the text is empty",
     "trace RUN": "--text or by --file",
     "trace RUN --text 'b \udcff'": r"'\\udcff'",
-    "trace RUN --text a --file TEXT": "--text or by --file",
-    "trace RUN --text TEXT": "--text .*--file",
     "trace RUN --file OUT.txt": r"OUT\.txt",
     "trace RUN --valid --text a": "--valid .*--text",
     "trace RUN --valid --tokens 10": "--tokens and --max-bytes belong to --aggregate",
-    "trace RUN --aggregate --valid --tokens 9999999 --out OUT.npz": "9999999",
     "trace RUN --aggregate --valid --max-bytes 5000 --out OUT.npz": "6144 bytes",
     "trace RUN --text a --out RUN/model/model.safetensors": r"\.npz",
     "trace PLACE --text a --out OUT.npz": r"config\.json",
     "trace nowhere/model --text a --out OUT.npz": "nowhere/model",
-    "inspect RUN": "--text or by --file",
     "inspect RUN --text a --compare-text b --compare-file TEXT": "--compare-text or by --compare-f",
     "inspect RUN --text a --compare-text b --compare RUN": "two sides",
     "inspect RUN --text a --start 3 --out OUT.html": "start and model belong to a trace",
     "inspect TRACE --out OUT.html --text a": "a trace has its own text",
     "inspect TRACE --out OUT.html --start 60": "start is 60; .*0 to 59",
-    "inspect TRACE --out OUT.html --compare-text b": "two texts",
     "inspect TRACE --out OUT.html --model RUN": "2 .*96.* 3 ",
     "inspect AGGREGATE --out OUT.html": r"other\.npz",
     "inspect RUN --text a --out TEXT": r"text\.jsonl'.*\.html",
-    "inspect RUN --text a --out PLACE": r"is a folder; .*\.html",
-    "inspect RUN --text a --out OUT.html --compare PLACE": r"config\.json",
-    "inspect RUN --text a --out OUT.html --aggregate RUN/log.csv": r"log\.csv",
     "inspect RUN --text a --out OUT.html --aggregate AGGREGATE": "2 .*96.* 3 ",
     "atlas RUN --out OUT": r"aggregate\.npz",
     "atlas RUN --out OUT --aggregate AGGREGATE": "2 .*96.* 3 ",
-    "atlas AGGREGATE --out OUT --labels nowhere.txt": r"nowhere\.txt",
     "atlas AGGREGATE --out OUT --labels TEXT": r"text\.jsonl, line 1",
     "atlas AGGREGATE --out RUN": "has other files",
     "export RUN --trained-on a --twin RUN --out OUT": "run is the run itself",
     "runs PLACE --pattern /tmp": "'/tmp'",
-    "runs PLACE --pattern x*": r"'x\*'",
     "runs PLACE --out TEXT": r"text\.jsonl",
     "evaluate RUN --out RUN/provenance.json": r"provenance\.json",
     "evaluate RUN --batch_size x": "--batch_size is 'x'",
-    "measure": r"",
     "measure ffn --tokens 1,many": r"--tokens is '1,many'; write numbers with commas, such as 1,16",
     "measure ffn --trace x --pattern recorded": r"--trace FILE and --layer NUMBER go together",
     "measure ffn --trace x --layer 0": r"--trace is for --pattern recorded; the pattern is skewed",
@@ -87,19 +70,13 @@ COMMANDS = {
     "measure ffn --mode bogus": r"'bogus' is not one of 'stream', 'graph'",
     "measure ffn --backward --calibration x.json": r"which --backward does not time",
     "measure ffn --out OUT": r"measuring needs a GPU, and torch sees none",
-    "measure ffn --backward --out OUT": r"measuring needs a GPU, and torch sees none",
-    "measure train-step 1m --out OUT": r"measuring needs a GPU, and torch sees none",
-    "measure model --out OUT": r"measuring needs a GPU, and torch sees none",
     "measure model --batches 64": r"--batches is '64'; write sequences x tokens with commas",
-    "measure model --decode 1,many": r"--decode is '1,many'; write numbers with commas",
     "measure model RUN": r"give a text by --text or by --file",
     "measure model RUN --text a --active 3": r"are for random weights; a checkpoint has its own",
     "measure model RUN --text a --source sotu": r"give a text or a --source, and not both",
     "measure model 2b --order-tokens": r"2b is a configuration, .* and no order of its tokens",
-    "measure model 2b --text a": r"2b is a configuration, whose weights are random: give no text",
     "measure calibrate RUN --hidden-size 64": r"leave out --hidden-size, --intermediate-size and",
     "measure calibrate --out RUN/config.yaml": r"config\.yaml'; give a file that ends in \.json",
-    "measure calibrate --out RUN/model/config.json": r"config\.json belongs to a run or a model",
 }
 
 
@@ -156,7 +133,7 @@ def test_recorded_data_is_not_written_unasked(refused):
     refused(["measure", "calibrate", str(folder)], words)
 
 
-@pytest.mark.parametrize("kind", [TypeError, KeyError, RuntimeError, ValueError])
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
 def test_a_fault_keeps_its_traceback(place, monkeypatch, kind):
     def faulty(self, step):
         raise kind("a bug")  # by a file outside the package, as a library would
@@ -193,13 +170,3 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.delitem(sys.modules, "twell.evaluate", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'twell\[evaluate\]'"):
         importlib.import_module("twell.evaluate")
-
-
-def test_a_missing_corpus_is_named(monkeypatch, tmp_path):
-    def version(package):
-        raise importlib.metadata.PackageNotFoundError(package)
-
-    monkeypatch.setitem(sys.modules, "sotu", None)
-    monkeypatch.setattr("importlib.metadata.version", version)
-    with pytest.raises(ModuleNotFoundError, match="'sotu' needs the package of that"):
-        corpus.prepare("sotu", vocab_size=300, cache=tmp_path)

@@ -1,5 +1,6 @@
 """Models, checkpoints of every layout, and masks for the tests of twell.models."""
 
+import copy
 import json
 
 import pytest
@@ -88,6 +89,14 @@ def calibration(**changes):
     about = {"hidden_size": 32, "intermediate_size": 84, "gated": True, "expected": (2.0, 30.0)}
     about |= {"device": "a device", "dtype": "bfloat16", "versions": "", "date": "2026-01-01"}
     return Calibration(times=times, **about | changes)
+
+
+def replicate(module):
+    """A replica as nn.DataParallel makes it, with copies of the weights."""
+    replica = module._replicate_for_data_parallel()
+    replica._parameters = copy.deepcopy(module._parameters)
+    replica._modules = {name: child and replicate(child) for name, child in module._modules.items()}
+    return replica
 
 
 def assert_same(result, expected):

@@ -1,24 +1,19 @@
 """Whole models on a GPU: every measurement of a small one, with the real kernels and clock."""
 
-import functools
-
 import pandas as pd
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig
 
 pytest.importorskip("triton")
 
 from twell.__main__ import main
-from twell.measure import decode, imposed, model, runner, serving
+from twell.measure import decode, imposed, model, runner
 from twell.measure.calibration import calibrate
 from twell.measure.model import language_model
-from twell.measure.parts import PARTS
 from twell.measure.providers import TRITON_COMPILED, model_providers
 from twell.measure.sides import Sides, embed, random_model
 from twell.measure.step import crossover
 from twell.measure.trainer import train_step
-from twell.sparse.plan import Chooser
 
 pytestmark = pytest.mark.usefixtures("whole_card")
 SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_size=4096".split()
@@ -36,13 +31,12 @@ def short_turns(monkeypatch):
 
 
 def test_a_model_is_measured_in_every_way(tmp_path):
-    options = {"shapes": [(16, 512), (2, 200)], "active": [10, 300], "layers": True, "parts": True}
+    options = {"shapes": [(16, 512), (2, 200)], "active": [10, 300], "layers": True}
     options |= {"decode": [1, 8, 70], "decode_context": 50, "energy": True, "out": tmp_path}
     rows = language_model("0.5b", SMALL, **options)
     assert {name: len(rows) for name, rows in rows.items()} == {
         "model": 2 * 2 * 6,
         "model_layers": 2 * 2 * 3,
-        "model_parts": 2 * 2 * len(PARTS),
         "decode": 2 * 3 * 6,
     }
     assert {row["mode"] for row in rows["model"] if row["batch"] == 2} == {"graph"}
@@ -53,8 +47,6 @@ def test_a_model_is_measured_in_every_way(tmp_path):
             expected = "dense"
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
     assert all(row["same"] > 0.9 for row in rows["decode"])
-    named = [part for part in PARTS if part != "between kernels"]
-    assert all(row["ms"] > 0 for row in rows["model_parts"] if row["part"] in named)
 
 
 def test_decoding_with_tuned_layers():
@@ -111,23 +103,3 @@ def test_the_command_line(tmp_path):
     words = f"measure model 0.5b --batches 1x256 --active 20 --compile --out {tmp_path}"
     assert main(words.split()) == 0
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["model.csv", "model_layers.csv"]
-
-
-def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
-    captured, path = set(), Chooser.path
-
-    def noting(self, num_tokens, situation):
-        result = path(self, num_tokens, situation)
-        if torch.cuda.is_current_stream_capturing():
-            captured.add((situation, num_tokens <= 64, result))
-        return result
-
-    monkeypatch.setattr(Chooser, "path", noting)
-    small = functools.partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=512)
-    monkeypatch.setattr(serving, "ContinuousBatchingConfig", small)
-    load = serving.Load(requests=8, shortest=16, longest=200, new_tokens=8, cuda_graph=True)
-    sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
-    rows = serving.serve("2b", sizes, load=load, active=24, seconds=1e-6)
-    assert [row["rounds"] for row in rows] == [1, 1, 1]
-    assert {situation for situation, *_ in captured} == {"graph"}
-    assert ("graph", True, "decode") in captured

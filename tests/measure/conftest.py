@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.factories import measure as factories
+from tests.factories.ops import as_sparse_ffn, as_sparse_train
 from twell.measure import check, decode, model, runner
 from twell.sparse import float8
 
@@ -30,11 +31,11 @@ def gpu(monkeypatch):
 @pytest.fixture
 def dense_kernels(gpu, monkeypatch):
     """The fake clock, and sparse paths by dense products; small models."""
-    ops = pytest.importorskip("twell.kernels.ops")
-    monkeypatch.setattr(ops, "run", factories.run)
+    ops = pytest.importorskip("twell.sparse.ops")
+    monkeypatch.setattr(ops, "sparse_ffn", as_sparse_ffn(factories.run))
     monkeypatch.setattr("twell.kernels.float8.quantize", float8.quantize)
     monkeypatch.setattr(ops, "takes", lambda x, *_: x.dtype != torch.float16)
-    monkeypatch.setattr("twell.kernels.training_ops.train", factories.train)
+    monkeypatch.setattr("twell.sparse.training_ops.sparse_train", as_sparse_train(factories.train))
     monkeypatch.setattr(check, "SAMPLE", 128)
     for module in (decode, model):
         monkeypatch.setattr(module, "GENERATION", 3)

@@ -1,41 +1,36 @@
 """Inference of one layer: every provider is checked and timed; calibrations; wrong results."""
 
-import re
-
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from tests.factories import SEED
-from tests.factories.measure import SIZES, case, fresh_mask, relative
+from tests.factories.measure import SIZES, case, fresh_mask
 from tests.factories.measure import run as by_reference
+from tests.factories.ops import as_sparse_ffn
 from twell import cli
 from twell.measure import calibration as calibrations
 from twell.measure import case as cases
-from twell.measure import layer, quantized
-from twell.measure.calibration import BEHIND, Layers, calibrate
+from twell.measure import layer
+from twell.measure.calibration import BEHIND, calibrate
 from twell.measure.check import TOLERANCE
 from twell.measure.layer import ffn
-from twell.measure.providers import INT4, INT8, Provider
 from twell.measure.rows import COLUMNS
 from twell.measure.step import ffn_steps
 from twell.sparse.calibration import DEPENDS_ON, Calibration
 
-ops = pytest.importorskip("twell.kernels.ops")
+ops = pytest.importorskip("twell.sparse.ops")
 PROVIDERS = ["dense eager", "dense torch.compile", "dense"]
 PROVIDERS += ["triton rowwise", "triton union", "triton decode", "auto"]
-IN_INT8 = "dense int8 weights torch.compile"
 
 
 def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer, "GRAPH_TOKENS", 20)
+    monkeypatch.setattr(cases, "GRAPH_TOKENS", 20)
     dense_kernels.shown = lambda call: call() is not None and [("nvjet", 0.5)] * 3 + [("other", 1)]
     rows = ffn([5, 24], [9], ["even", "skewed"], **SIZES, kernels=True, energy=True, out=tmp_path)
     assert all(list(row) == COLUMNS["ffn"] for row in rows)
     table = pd.read_csv(tmp_path / "ffn.csv")
-    few = [*PROVIDERS[:2], IN_INT8, *PROVIDERS[2:]]  # int4 has groups of 128 weights
-    assert list(table["provider"]) == 2 * few + 2 * PROVIDERS and len(rows) == len(table)
+    assert list(table["provider"]) == 4 * PROVIDERS and len(rows) == len(table)
     assert table["date"].nunique() == 1  # one command, one date
     few = table["tokens"] == 5
     assert (table["mode"] == few.map({True: "graph", False: "stream"})).all()
@@ -50,39 +45,18 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     assert (product["launches"], product["ms"]) == (3.0, 1.5)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("precision, error", [(INT8, 0.01), (INT4, 0.13)])
-def test_integer_weights_are_those_of_the_layer(gpu, precision, error, gated):
-    g = torch.Generator().manual_seed(SEED)
-    x, *weights = (
-        torch.randn(*shape, generator=g).bfloat16() for shape in [(5, 128)] + 3 * [(256, 128)]
-    )
-    given = cases.Case.of("even", (x, *weights[:2], weights[2].t()), 2, gated=gated)
-    assert quantized.dense_precisions(5, (256, 128), x.device) == [INT8, INT4]
-    provider = Provider("dense", None, "torch.compile", precision)
-    exact, allowed = given.exact_for(provider, None)
-    for one in given.layers(provider):
-        assert exact.check(one(x), "integers", allowed) > 1e-4
-    for weight in weights:
-        assert error / 5 < relative(quantized.KINDS[precision](weight).wide(), weight) < error
-
-
 @pytest.mark.slow
 def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     """Also in FP8, with biases and other activations, by Triton's interpreter."""
     monkeypatch.setattr(gpu, "flushed_times", lambda *_: np.ones(3))  # they were called once
-    for name, gated, bias in (
-        ("relu", True, False),
-        ("relu2", False, True),
-        ("drelu", True, False),
-    ):
+    for name, gated, bias in (("relu2", False, True), ("drelu", True, False)):
         options = {"activation": name, "gated": gated, "bias": bias, "mode": "stream"}
         rows = ffn([70], [9], **SIZES, **options)
         assert [row["provider"] for row in rows] == PROVIDERS
         column = " ".join(["skewed", *[name] * (name != "relu"), *["biases"] * bias])
         assert {row["pattern"] for row in rows} == {column}
         assert all(1e-4 < row["relative_rms"] < 1.5 * TOLERANCE["layer"] for row in rows)
-    monkeypatch.setattr(layer.quantized.float8, "why_not", lambda device: None)
+    monkeypatch.setattr(cases.float8, "why_not", lambda device: None)
     rows = ffn([70], [9], **SIZES, mode="stream")
     dense = ["dense FP8 torch.compile", "dense FP8 by tensors torch.compile"]
     paths = [f"triton {path} FP8" for path in ("dense", "rowwise", "union", "decode")]
@@ -103,21 +77,6 @@ def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     assert {(row["mode"], row["weight_sets"], row["p50"]) for row in rows} == {(mode, 8, 0.125)}
     # The layers of dense torch.compile; those of four paths and of "auto".
     assert len(compiled) == 8 * (1 + 5 * (mode == "compiled"))
-
-
-def test_merged_weights_are_halves_of_one(dense_kernels, monkeypatch):
-    products, linear = [], torch.nn.functional.linear
-
-    def count(x, weight, *bias):
-        products.append(tuple(weight.shape))
-        return linear(x, weight, *bias)
-
-    monkeypatch.setattr(torch.nn.functional, "linear", count)
-    rows = ffn([24], [9], **SIZES, merged=True)
-    assert [row["provider"] for row in rows] == PROVIDERS
-    assert {row["pattern"] for row in rows} == {"skewed merged"}
-    # The dense layer's one product of gate and up.
-    assert (2 * SIZES["intermediate_size"], SIZES["hidden_size"]) in products
 
 
 def test_recorded_rows_have_the_activity_of_their_masks(dense_kernels):
@@ -149,7 +108,7 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     def run(path, *tensors, **options):
         return by_reference(path, *tensors) * (1.02 if path == "union" else 1.0)
 
-    monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(ops, "sparse_ffn", as_sparse_ffn(run))
     if wrong == "auto":
         monkeypatch.setattr(cases.Case, "paths", lambda self: ["dense"])
         monkeypatch.setattr("twell.sparse.plan.Chooser.path", lambda *_: "union")
@@ -176,18 +135,16 @@ def timed(dense_kernels, monkeypatch):
     def dense(self, x):
         return run("dense", x, *(p.weight for p in (self.gate_proj, self.up_proj, self.down_proj)))
 
-    monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(ops, "sparse_ffn", as_sparse_ffn(run))
     monkeypatch.setattr(cases.DenseLayer, "forward", dense)
     monkeypatch.setattr(calibrations, "WEIGHT_SETS", 1)
     monkeypatch.setattr(calibrations, "WAITING", 0)
     monkeypatch.setattr(calibrations, "FLOOR_TOKENS", (1, 8, 32))
-    monkeypatch.setattr(calibrations, "CHECKED_TOKENS", (4, 20))
-    monkeypatch.setattr(calibrations, "CHECKED_CALLS", (4,))
-    monkeypatch.setattr(calibrations, "GRAPH_TOKENS", 8)
+    monkeypatch.setattr(cases, "GRAPH_TOKENS", 8)
     return log
 
 
-def test_a_calibration_holds_its_times_and_is_checked(timed, tmp_path, capsys):
+def test_a_calibration_holds_its_times(timed, tmp_path):
     result = calibrate(32, 64, out=tmp_path / "c.json", tokens=(1, 8, 16))
     again = Calibration.load(tmp_path / "c.json")
     assert again.times == result.times and again.floors == result.floors
@@ -208,30 +165,6 @@ def test_a_calibration_holds_its_times_and_is_checked(timed, tmp_path, capsys):
             ratios = [ms[path] / ms["dense"] for ms in curve if path in ms]
             assert all(ratio <= BEHIND for ratio in ratios[:-1])
             assert len(ratios) == len(curve) or ratios[-1] > BEHIND
-    output = capsys.readouterr().out
-    ratios = re.findall(r"alike .* ([0-9.]+) of the time of torch.compile", output)
-    assert len(ratios) == 4  # two numbers of tokens; 20 active and all
-    assert f"{max(map(float, ratios)):.2f} of its time with the activity known" in output
-
-
-def test_an_input_busier_than_planned_is_reported(timed, dense_kernels, monkeypatch):
-    layers = Layers(dense_kernels, 32, 64, True)
-    monkeypatch.setattr("twell.sparse.plan.Chooser.path", lambda *_: "rowwise")
-    calibration = calibrations.Calibration.fit(
-        [{"tokens": 4, "active": 1, "union": 1, "path": "dense", "p50": 1.0}],
-        device="x",
-        hidden_size=32,
-        intermediate_size=64,
-        gated=True,
-        dtype="bfloat16",
-        versions="",
-        date="",
-    )
-    worst = layers.check_choices(calibration)
-    assert worst["busier"] == pytest.approx(
-        max(m * 64 / 200 / (0.02 + 0.02 * m) for m in (4, 20)), rel=1e-3
-    )
-    assert set(worst) == {"alike", "even", "busier", "eager", "compiled"}
 
 
 def test_a_small_grid_is_measured_by_commands(gpu, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """Layers of a known activity, and where the pattern of a model's layers comes from."""
 
-import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -28,9 +28,8 @@ def test_the_papers_profile_has_its_hump_and_its_mean(num_layers):
     means = IMPOSED.means(num_layers, 29)
     assert len(means) == num_layers and np.mean(means) == pytest.approx(29)
     assert sorted(means)[:2] == means[:2]  # the first two are least active, the first one least
-    peak = int(np.argmax(means))
-    assert abs(peak - max(6 / 27 * (num_layers - 1), 2)) <= 0.5
-    assert means[peak] > 2.5 * means[-1]
+    assert abs(np.argmax(means) - max(6 / 27 * (num_layers - 1), 2)) <= 0.5
+    assert max(means) > 2.5 * means[-1]
     assert replace(IMPOSED, profile="flat").means(num_layers, 7) == [7] * num_layers
     assert IMPOSED.means(2, 7) == [7.0, 7.0]  # few layers have no hump
 
@@ -78,12 +77,10 @@ def test_a_mask_is_imposed_exactly(length):
 
 def test_impossible_layers_are_refused(monkeypatch):
     for shape in ((17, 5), (0, 5), (5,)):
-        message = r"the mask has shape \(.*\), expected \[1 to 16 \(hidden_size\), neurons\]"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=re.escape(f"shape {shape}")):
             imposed_layer(np.ones(shape, bool), 4, 16, device="cpu")
     for active in (-1, 97):
-        message = f"active is {active}; a layer of 96 neurons can have 0 to all of them"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"active is {active}; .* 96 neurons"):
             synthetic_layer(4, K, N, active=active, device="cpu")
     not_orthogonal = lambda a: type("QR", (), {"Q": a})  # noqa: E731
     monkeypatch.setattr(torch.linalg, "qr", not_orthogonal)
@@ -109,15 +106,9 @@ def test_the_recorded_masks_are_those_of_the_readme(tmp_path):
 def test_permuted_weights_are_the_same_layer_in_other_memory(gated):
     x, weights = layer(70, gated)
     exact = Exact.of(x, weights)
-    seen = [weights]
-    for number in range(3):
-        other = permuted(weights, SEED + number)
-        assert other[2].stride() == weights[2].stride() and (other[0] is None) == (not gated)
-        for before, part in itertools.product(seen, range(3)):
-            if other[part] is not None:
-                assert other[part].data_ptr() != before[part].data_ptr()
-                assert not torch.equal(other[part], before[part])
-        again = Exact.of(x, other)
-        assert torch.equal(again.counts, exact.counts) and torch.equal(again.unions, exact.unions)
-        torch.testing.assert_close(again.y, exact.y)
-        seen.append(other)
+    other = permuted(weights, SEED)
+    assert other[2].stride() == weights[2].stride() and (other[0] is None) == (not gated)
+    assert not any(map(torch.equal, other[1:], weights[1:]))
+    again = Exact.of(x, other)
+    assert torch.equal(again.counts, exact.counts) and torch.equal(again.unions, exact.unions)
+    torch.testing.assert_close(again.y, exact.y)

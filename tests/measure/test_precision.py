@@ -104,19 +104,15 @@ def test_intervals_are_over_sequences(model, sequences, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, few, message",
     [
-        (lambda model: model.float(), "tiny is in torch.float32; load it in torch.bfloat16"),
-        (twell.quantize_, "tiny has FP8 weights already"),
+        (lambda model: model.float(), 12, "tiny is in torch.float32"),
+        (twell.quantize_, 12, "tiny has FP8 weights"),
+        (lambda model: None, 1, "at least two sequences"),
     ],
 )
-def test_models_that_have_no_such_rows(model, sequences, change, message):
+def test_what_has_no_such_rows(model, sequences, change, few, message):
     model = copy.deepcopy(model)
     change(model)
     with pytest.raises(ValueError, match=message):
-        quality("tiny", model, sequences)
-
-
-def test_one_sequence_has_no_interval(model, sequences):
-    with pytest.raises(ValueError, match="at least two sequences"):
-        quality("tiny", model, [sequences[0], [3]])
+        quality("tiny", model, [*sequences[:few], [3]])

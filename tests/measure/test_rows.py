@@ -8,7 +8,6 @@ from twell.measure.providers import (
     AUTO,
     COMPILED,
     DENSE_KERNELS,
-    EAGER,
     SPARSE_PATHS,
     TUNED,
     Provider,
@@ -21,10 +20,10 @@ BENCH = results.root() / "data" / "bench"
 
 def test_rows_have_the_columns_of_their_file_and_one_date(tmp_path):
     rows, memory = Rows(tmp_path, ["ceilings", "ffn"]), Rows(None, ["ceilings"])
-    given = {"unit": "GB/s", "more": 1, "metric": "copy", "value": 2.0}
-    for value in (2.0, 3.0):
-        rows.add("ceilings", [given | {"value": value}])
-        memory.add("ceilings", [given | {"value": value}])
+    given = {"unit": "GB/s", "more": 1, "metric": "copy"}
+    for one in (rows, memory):
+        one.add("ceilings", [given | {"value": 2.0}])
+        one.add("ceilings", [given | {"value": 3.0}])
     rows.add("ffn", [])
     assert rows.by_file["ceilings"] == memory.by_file["ceilings"]
     assert [list(row) for row in rows.by_file["ceilings"]] == 2 * [COLUMNS["ceilings"]]
@@ -41,8 +40,7 @@ def test_unfit_files_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"ffn.csv has the columns \['tokens', 'active', 'device'"):
         Rows(tmp_path, ["ceilings", "ffn"])
-    message = "file is a file; out is a folder, for training.csv, ceilings.csv"
-    with pytest.raises(NotADirectoryError, match=message):
+    with pytest.raises(NotADirectoryError, match="file is a file"):
         Rows(tmp_path / "file", ["training", "ceilings"])
     assert Rows(tmp_path, ["ceilings"])
 
@@ -76,12 +74,10 @@ def test_names_that_are_none_are_refused():
 def test_the_providers_of_a_model_are_those_of_its_compilations():
     eager, compiled, tuned = (
         [Provider(backend, None, kind) for backend in ("dense", "triton", "auto")]
-        for kind in (EAGER, COMPILED, TUNED)
+        for kind in ("eager", COMPILED, TUNED)
     )
-    assert model_providers(None) == eager + compiled
     assert model_providers(None, True) == eager + compiled + tuned
-    assert model_providers(True, True) == compiled + tuned
-    assert model_providers(False) == eager
+    assert model_providers(True) == compiled and model_providers(False) == eager
 
 
 def test_the_face_of_the_package_loads():

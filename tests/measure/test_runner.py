@@ -49,9 +49,8 @@ def test_energy_is_that_of_one_call(turns, flush):
     case.gpu.meter = lambda: 0
     columns = bench(case, "ab", turns)
     for name, ms in {"a": 1.0, "b": 2.0}.items():
-        assert columns[name]["p50"] == ms / 4
+        assert (columns[name]["p50"], columns[name]["watts"]) == (ms / 4, 20)
         assert columns[name]["energy"] == pytest.approx(20 * ms / 4, rel=1e-3)
-        assert columns[name]["watts"] == 20
     assert case.gpu.now > 2 * runner.ENERGY_MS  # a second of each
     unmetered = Timed(metered=False)
     unmetered.gpu.meter = case.gpu.meter
@@ -84,8 +83,6 @@ def test_without_a_gpu_or_a_meter_the_reason_is_given(monkeypatch, capsys):
     [
         ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", "cublas matmul"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int>(cublasLt::x)", "cublas matmul"),
-        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int>(x)", "cublas matmul"),
-        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16>(x)", "cublas matmul"),
         ("triton_poi_fused__unsafe_view_mul_relu_0", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::relu>(int)", "elementwise"),
         ("Memset (Device)", "copy"),
@@ -105,12 +102,3 @@ def test_kernel_times_are_means_over_calls():
         {"kernel": "cublas matmul", "launches": 2.0, "ms": 2.0},
         {"kernel": "gate_kernel", "launches": 1.0, "ms": 0.1},
     ]
-
-
-def test_equal_passes_have_the_same_kernels():
-    a, b = ("a", 1.0), ("b", 2.0)
-    assert runner.equal_parts([a, b, ("a", 3.0), b], 2) == [[a, b], [("a", 3.0), b]]
-    for kernels in ([a, b, a], [], [a, b, b, a]):
-        message = f"^{len(kernels)} kernels ran in 2 equal passes, and not the same"
-        with pytest.raises(RuntimeError, match=message):
-            runner.equal_parts(kernels, 2)

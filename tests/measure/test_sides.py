@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from tests.factories import SEED, measure
 from tests.factories.measure import relative
+from tests.factories.ops import as_sparse_ffn
 from twell.measure import imposed
 from twell.measure.check import TOLERANCE
 from twell.measure.decode import Decoder, joined_projections
@@ -23,8 +24,7 @@ from twell.measure.providers import (
 from twell.measure.sides import Sides, exact_hidden_states, forward
 from twell.sparse.calibration import Calibration, Point
 
-ops = pytest.importorskip("twell.kernels.ops")
-TUNING = {"coordinate_descent_tuning": True}
+ops = pytest.importorskip("twell.sparse.ops")
 
 
 def test_the_pass_is_the_models_own():
@@ -43,8 +43,8 @@ def test_the_pass_is_the_models_own():
 
 @pytest.fixture
 def sides(dense_kernels, monkeypatch):
-    """A model with 20 active neurons; `asked` logs paths, `compiled_with` compile options."""
-    asked, compiled = [], []
+    """A model with 20 active neurons; `asked` logs paths."""
+    asked = []
 
     def run(path, *tensors, **_):
         asked.append(path)
@@ -52,15 +52,14 @@ def sides(dense_kernels, monkeypatch):
 
     def compile_(self, *, fullgraph, dynamic, options):
         assert fullgraph and not dynamic
-        compiled.append(options)
         self._compiled_call_impl = partial(self._call_impl)  # another one for each way
 
-    monkeypatch.setattr(ops, "run", run)
+    monkeypatch.setattr(ops, "sparse_ffn", as_sparse_ffn(run))
     monkeypatch.setattr(torch.nn.Module, "compile", compile_)
     model = measure.model()
     imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
     result = Sides(model)
-    result.asked, result.compiled_with = asked, compiled
+    result.asked = asked
     return result
 
 
@@ -97,18 +96,6 @@ def test_auto_chooses_by_the_activity_of_each_layer(sides):
     assert own.paths(AUTO_COMPILED, 100) == "dense 2, union 2"
     paths = [ffn.chooser.path(100) for ffn in sides.model.ffns]
     assert paths == ["union", "dense", "union", "dense"]
-
-
-def test_new_weights_are_taken(sides):
-    for provider in (TRITON, DENSE_EAGER):
-        sides.become(provider)
-    imposed.impose(sides.model, [60.0] * 4, imposed.draw_tokens(640, 8, 64))
-    weights = [ffn.down_proj.weight.clone() for ffn in sides.model.ffns]
-    sides.take_weights()
-    for provider in (TRITON, DENSE_EAGER):
-        sides.become(provider)
-        present = [ffn.down_proj.weight for ffn in sides.model.ffns]
-        assert all(torch.equal(a, b) for a, b in zip(present, weights, strict=True))
 
 
 # --- decoding ---------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ import torch
 
 from tests.factories import measure
 from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, dense_step
+from tests.factories.ops import as_sparse_train
 from twell.measure import step
 from twell.measure.check import TOLERANCE, Exact
 from twell.measure.rows import COLUMNS
 from twell.measure.step import Step, crossover, ffn_steps
 
-training_ops = pytest.importorskip("twell.kernels.training_ops")
+training_ops = pytest.importorskip("twell.sparse.training_ops")
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -95,7 +96,7 @@ def test_nothing_is_timed_before_all_is_checked_and_rows_are_kept(
         result = measure.train(path, capacity, x, w_gate, *tensors, **options)
         return result._replace(l1=(1.02 if wrong == "l1" and busy else 1) * result.l1)
 
-    monkeypatch.setattr(training_ops, "train", train)
+    monkeypatch.setattr(training_ops, "sparse_train", as_sparse_train(train))
     message = f"^{wrong} of triton union at .* 70 tokens  skewed .* is wrong"
     with pytest.raises(ArithmeticError, match=message):
         ffn_steps([70], [9, 20, 30], **SIZES, out=tmp_path)
@@ -124,7 +125,7 @@ def timed(dense_kernels, monkeypatch):
         dense_kernels.spend((log[-1] / log.pays) ** 0.5)
         return measure.train(path, capacity, x, w_gate, w_up, *tensors, **options)
 
-    monkeypatch.setattr(training_ops, "train", train)
+    monkeypatch.setattr(training_ops, "sparse_train", as_sparse_train(train))
     monkeypatch.setattr(step, "CROSSOVER_SHARES", (0.02, 0.1, 0.3, 0.6))  # of 96 neurons
     return log
 

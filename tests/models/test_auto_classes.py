@@ -1,18 +1,15 @@
 """Saved folders in transformers' Auto classes: with twell, with consent, and without either."""
 
-import importlib.util
 import subprocess
 import sys
 
 import pytest
 import torch
-from transformers import AutoModel
 
 import twell
 from tests.factories.models import make, tokens
 from tests.models.test_quantize import in_bf16
 from twell import results
-from twell.lazy import load_after
 
 ROOT = results.root()
 NO_TWELL = "sys.modules['twell'] = None"  # importing it raises ImportError
@@ -108,28 +105,6 @@ def test_no_code_runs_without_consent_and_a_missing_twell_is_named(tmp_path):
     done = run(tmp_path, first=NO_TWELL, loads=AUTO.format(CONSENT))
     assert (tmp_path / "ran").exists()
     assert "the package twell, which cannot be imported here" in done.stderr
-
-
-def test_without_its_head_the_model_is_not_built():
-    """vLLM's backend for models of transformers builds them so; it would bypass the kernels."""
-    with pytest.raises(ValueError, match="Unrecognized configuration class.*SparseLlamaConfig"):
-        AutoModel.from_config(make().config)
-
-
-def test_a_module_is_loaded_after_the_outermost_of_others(tmp_path, monkeypatch):
-    sources = {"outer_here": "import inner_here\nvalue = 1", "following_here": "import outer_here"}
-    sources["following_here"] += "\nvalue = outer_here.value"
-    for name in ("outer_here", "inner_here", "following_here", "late_here"):
-        (tmp_path / f"{name}.py").write_text(sources.get(name, "value = 1"))
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
-    load_after(["inner_here", "outer_here"], "following_here")
-    assert importlib.util.find_spec("inner_here") and "following_here" not in sys.modules
-    importlib.import_module("outer_here")
-    assert sys.modules["following_here"].value == 1
-    load_after(["inner_here"], "late_here")  # which is there already
-    assert sys.modules.pop("late_here").value == 1
 
 
 @pytest.mark.parametrize(

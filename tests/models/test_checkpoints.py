@@ -1,6 +1,5 @@
 """Checkpoints of every layout load bit for bit; errors name the file and the reason."""
 
-import fnmatch
 import math
 import shutil
 import warnings
@@ -9,7 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.factories.models import (
     INDEX,
@@ -26,7 +25,7 @@ from tests.factories.models import (
     write,
     write_shards,
 )
-from twell.models import SparseLlamaForCausalLM, load, loading, save
+from twell.models import SparseLlamaForCausalLM, load, save
 from twell.sparse.layer import SparseFFN
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -37,8 +36,9 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 @pytest.mark.parametrize("layout", ["llama", "own"])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("shards", "kind"), [(1, "llama"), (3, "llama_sparse_relu")])
+@pytest.mark.parametrize(
+    ("shards", "kind", "tied"), [(1, "llama", False), (3, "llama_sparse_relu", True)]
+)
 def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, shards, kind):
     expected = published(tmp_path, layout, gated, kind, tied, shards)
     model, tokenizer = load(tmp_path)
@@ -53,20 +53,11 @@ def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, s
 
 @pytest.mark.parametrize("neurons", [84, 32])
 @pytest.mark.parametrize(
-    ("field", "layout", "gated", "shards"),
-    [
-        (True, "llama", True, 3),
-        (True, "llama", False, 1),
-        (True, "own", True, 1),
-        (False, "own", True, 1),
-        (None, "llama", False, 1),
-    ],
+    ("field", "layout"), [(True, "llama"), (True, "own"), (False, "own"), (None, "llama")]
 )
-def test_down_is_read_transposed_by_the_hybrid_field_alone(
-    tmp_path, field, layout, gated, shards, neurons
-):
-    fields = {"shards": shards, "neurons": neurons, "sparsity_use_hybrid_kernel": field}
-    model = published(tmp_path, layout, gated, **fields)
+def test_down_is_read_transposed_by_the_hybrid_field_alone(tmp_path, field, layout, neurons):
+    fields = {"shards": 3, "neurons": neurons, "sparsity_use_hybrid_kernel": field}
+    model = published(tmp_path, layout, **fields)
     if field and layout == "llama":  # in the paper's names nothing is transposed by the field
         change_tensors(transpose_down)(tmp_path)
     again, _ = load(tmp_path)
@@ -152,9 +143,7 @@ def mixed(folder, types, named=None, field="dtype"):
 @pytest.mark.parametrize(
     ("types", "named", "field", "expected"),
     [
-        ((BF16, FP32), None, "dtype", FP32),
         ((FP16, BF16), None, "dtype", FP32),  # neither holds the other
-        ((FP64, BF16, FP32), None, "dtype", FP64),
         ((BF16, FP32), "float32", "torch_dtype", FP32),
         ((FP32, BF16), "torch.float64", "torch_dtype", FP64),
         ((FP16, BF16), "auto", "torch_dtype", FP32),
@@ -177,19 +166,17 @@ def test_shards_of_mixed_types_keep_their_values(tmp_path, types, named, field, 
         assert again.config.dtype == expected
 
 
-@pytest.mark.parametrize(("types", "named"), [((BF16, FP32), BF16), ((FP32, FP64), FP32)])
-def test_a_configured_type_that_rounds_warns(tmp_path, types, named):
-    stored = mixed(tmp_path, types, str(named).removeprefix("torch."))
-    widest = torch.promote_types(*types)
-    with pytest.warns(UserWarning, match=rf"{widest} .*{named}; dtype={widest}") as caught:
+def test_a_configured_type_that_rounds_warns(tmp_path):
+    stored = mixed(tmp_path, (BF16, FP32), "bfloat16")
+    with pytest.warns(UserWarning, match=rf"{FP32} .*{BF16}; dtype={FP32}") as caught:
         model, _ = load(tmp_path)
     assert len(caught) == 1 and caught[0].filename == __file__
-    assert all(p.dtype == named for p in model.parameters())
+    assert all(p.dtype == BF16 for p in model.parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a type that the caller names rounds without a warning
         load(tmp_path, dtype=BF16)
-        weights = load(tmp_path, dtype=widest)[0].state_dict()
-    assert_same({n: weights[n] for n in stored}, {n: t.to(widest) for n, t in stored.items()})
+        weights = load(tmp_path, dtype=FP32)[0].state_dict()
+    assert_same({n: weights[n] for n in stored}, {n: t.to(FP32) for n, t in stored.items()})
 
 
 # --- calibrations
@@ -208,16 +195,13 @@ def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monke
     model.save_pretrained(tmp_path / "again")  # the configuration names the backend
     calibration().save(tmp_path / "again" / "calibration.json")
     assert load(tmp_path / "again")[0].ffns[0].calibration is not None
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "get_device_name", lambda: "another")
-        with pytest.warns(UserWarning, match="has times of 'a device', and this is 'another'"):
-            load(tmp_path, backend="auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
+    with pytest.warns(UserWarning, match="has times of 'a device', and this is 'another'"):
+        load(tmp_path, backend="auto")
     calibration(gated=False).save(path)
     with pytest.raises(ValueError, match="gated=False"):
         load(tmp_path, backend="auto")
-    path.unlink()
-    assert all(ffn.plan == default for ffn in load(tmp_path, backend="auto")[0].ffns)
 
 
 # --- other files beside the weights
@@ -234,24 +218,6 @@ def test_text_is_generated_as_the_folder_says(tmp_path):
     assert load(tmp_path / "again")[0].generation_config.eos_token_id == [3, 7]
     (tmp_path / "generation_config.json").unlink()
     assert load(tmp_path)[0].generation_config.eos_token_id == 0  # config.json's
-
-
-def test_a_name_on_the_hub_brings_its_chat_template(tiny_run, tmp_path, monkeypatch):
-    hub, cache = tmp_path / "hub", tmp_path / "cache"
-    shutil.copytree(tiny_run / "model", hub)
-    tokenizer = AutoTokenizer.from_pretrained(hub)
-    tokenizer.chat_template = "{{ messages[0].content }}"
-    tokenizer.save_pretrained(hub)
-
-    def download(name, allow_patterns):
-        cache.mkdir()
-        for file in hub.iterdir():
-            if any(fnmatch.fnmatch(file.name, pattern) for pattern in allow_patterns):
-                shutil.copyfile(file, cache / file.name)
-        return cache
-
-    monkeypatch.setattr(loading, "snapshot_download", download)
-    assert load("someone/a-model")[1].chat_template == tokenizer.chat_template
 
 
 def test_an_adapter_beside_the_weights_is_not_left_out(tmp_path):
@@ -290,13 +256,10 @@ OURS = [
     (change_config(hidden_size="wide"), "wide"),
     (change_config(hidden_act="gelu2"), "'gelu2' is unknown"),
     (change_config(model_type="gpt2"), "GPT2LMHeadModel"),
-    (change_config(rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}), "spiral"),
     (index("{"), r"index\.json is not JSON"),
-    (index("{}"), r"index\.json has no weight_map"),
     (index('{"weight_map": ["a"]}'), r"index\.json has no weight_map"),
     (write("model.safetensors", "x"), r"model\.safetensors is damaged or cut short"),
     (write("tokenizer.json", "{}"), r"tokenizer\.json"),
-    (write("tokenizer_config.json", "{"), r"tokenizer_config\.json"),
     (change_tensors(twice), r"gate_proj\.weight and \S*gate_weight would be one weight twice"),
     (norm(torch.full((32,), torch.inf)), r"model\.norm\.weight has NaN or infinite"),
 ]
@@ -305,16 +268,13 @@ PAPER = [
     (change_config(sparsity_use_hybrid_kernel="false"), "_kernel is 'false'"),
     (change_config(sparsity_gated_mlp="false"), "gated_mlp is 'false'"),
     (change_config(sparsity_l1_coeff=math.inf), "l1_coefficient is inf"),
-    (change_config(tie_word_embeddings="yes"), "'tie_word_embeddings' expected bool"),
     (change_config(quantization_config={"load_in_8bit": True}), "load_in_8bit"),
     (change_tensors(lambda tensors: tensors.pop(UP)), r"mlp\.up_proj\.weight is missing"),
     (norm(torch.ones(33)), r"model\.norm\.weight has shape \(33,\); expected \(32,\)"),
     (change_tensors({GATE: torch.ones(84, 32)}), r"gate_proj\.weight has shape \(32, 84\)"),
-    (change_tensors({GATE: torch.ones(84)}), r"gate_weight has shape \(84,\)"),
     (change_tensors({"model.extra": torch.ones(1)}), r"model\.extra is not part of the model"),
     (change_tensors({"lm_head.weight": torch.ones(VOCAB, 32)}), r"lm_head\.weight differs from"),
     (norm(torch.ones(32).to(torch.int8)), r"model\.norm\.weight has type torch\.int8"),
-    (norm(torch.ones(32).to(torch.float8_e4m3fn)), r"type torch\.float8_e4m3fn"),
     (write("generation_config.json", "{"), r"generation_config\.json is not JSON"),
 ]
 
@@ -335,13 +295,12 @@ def test_damaged_checkpoints_are_named(tiny_run, tmp_path, ours, change, names):
         load(folder)
 
 
-@pytest.mark.parametrize("field", [True, False, None])
+@pytest.mark.parametrize("field", [True, None])
 def test_a_down_projection_that_contradicts_the_hybrid_field_is_refused(tmp_path, field):
     published(tmp_path, "llama", sparsity_use_hybrid_kernel=field)
     if not field:
         change_tensors(transpose_down)(tmp_path)
-    message = r"down_proj\.weight has shape \(84, 32\); .*sparsity_use_hybrid_kernel in config"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"down_proj\.weight has .*sparsity_use_hybrid_kernel"):
         load(tmp_path)
 
 

@@ -78,18 +78,6 @@ def test_adapters_of_peft_act_and_learn(adapter, sparsified, backend):
             torch.testing.assert_close(merged(input_ids=x).logits, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_batch_may_mix_adapters():
-    """peft tells the rows of a batch apart by the shape that a projection gets."""
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(sparsify(stock("llama")), adapted(peft, "lora"), adapter_name="a")
-    model.add_adapter("b", adapted(peft, "lora"))
-    model, x, expected = model.eval(), tokens(2, 7), []
-    for row, name in enumerate("ab"):
-        model.set_adapter(name)
-        expected.append(model(input_ids=x).logits[row])
-    assert_close(model(input_ids=x, adapter_names=["a", "b"]).logits, torch.stack(expected))
-
-
 # --- layers, hooks, weights
 
 

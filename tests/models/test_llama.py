@@ -25,10 +25,8 @@ def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
     assert stock.config.hidden_act == "relu"
     x = tokens(3, 20)
     assert torch.equal(model(input_ids=x).logits, stock(input_ids=x).logits)
-    for given in ({}, {"labels": x}):
-        ours, theirs = (one(x, **given, return_dict=False) for one in (model, stock))
-        tensors = 1 + len(given)
-        assert type(ours) is tuple and all(map(torch.equal, ours[:tensors], theirs[:tensors]))
+    ours, theirs = (one(x, labels=x, return_dict=False) for one in (model, stock))
+    assert type(ours) is tuple and all(map(torch.equal, ours[:2], theirs[:2]))
     assert dict(model.named_parameters()).keys() == dict(stock.named_parameters()).keys()
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert type(again) is SparseLlamaForCausalLM
@@ -61,22 +59,6 @@ def test_other_layers_survive_saving(tmp_path, changes):
     assert again.ffns[0].gated == model.config.gated_mlp
     assert again.ffns[0].act == model.ffns[0].act
     assert again.config.hidden_act == again.ffns[0].activation == changes.get("hidden_act", "relu")
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [({"hidden_act": "drelu", "gated_mlp": False}, "'drelu'"), ({"hidden_act": "gelu"}, "'gelu'")],
-)
-def test_activations_that_do_not_fit_are_refused(changes, names):
-    with pytest.raises(ValueError, match=names):
-        make(**changes)
-
-
-def test_new_weights_have_the_configured_spread():
-    model = make(initializer_range=0.02, hidden_size=128, intermediate_size=512)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 2:
-            assert 0.018 < parameter.std().item() < 0.022, name
 
 
 @pytest.mark.slow

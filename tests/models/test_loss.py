@@ -1,10 +1,7 @@
 """The loss and its L1 term, over micro-batches, with padding in every kind of mask."""
 
-import asyncio
-import contextvars
 import copy
 import re
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,7 +10,17 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from transformers import DynamicCache, LlamaForCausalLM, StaticCache
 
-from tests.factories.models import MASKS, VOCAB, counted, make, square, step, stock, tokens
+from tests.factories.models import (
+    MASKS,
+    VOCAB,
+    counted,
+    make,
+    replicate,
+    square,
+    step,
+    stock,
+    tokens,
+)
 from twell.models import collect_l1, l1_by_layer, sparse_ffns, sparsify
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -44,15 +51,6 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     assert without.loss is None and without.cross_entropy is None and without.l1 is None
 
 
-def test_shifted_labels_count_where_they_are_given():
-    model, x = make().double(), tokens(2, 8)
-    shifted = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-100)
-    given = {"labels": torch.full_like(x, -100), "shift_labels": shifted}
-    plain = model(input_ids=x, labels=x)
-    for totals in ({}, {"num_items_in_batch": 14}):
-        assert_close(model(input_ids=x, **given, **totals).loss, plain.loss)
-
-
 @pytest.mark.parametrize("way", ["logits", "hidden", "layers compiled", "whole compiled"])
 def test_a_loss_that_is_computed_elsewhere_needs_the_l1_term(way):
     """Also where a library calls the backbone and not the model, as trl does."""
@@ -78,6 +76,15 @@ def test_a_loss_that_is_computed_elsewhere_needs_the_l1_term(way):
     model.config.l1_coefficient = 0.0
     loss()[0].backward()
     torch.compiler.reset()
+
+
+def test_shifted_labels_count_where_they_are_given():
+    model, x = make().double(), tokens(2, 8)
+    shifted = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-100)
+    given = {"labels": torch.full_like(x, -100), "shift_labels": shifted}
+    plain = model(input_ids=x, labels=x)
+    for totals in ({}, {"num_items_in_batch": 14}):
+        assert_close(model(input_ids=x, **given, **totals).loss, plain.loss)
 
 
 # --- micro-batches
@@ -124,14 +131,13 @@ def test_micro_batches_give_the_value_of_one_big_batch(lengths, parts):
         {},
         {"num_items_in_batch": torch.tensor(0), "num_tokens_in_batch": torch.tensor(0)},
         {"num_items_in_batch": 0, "num_tokens_in_batch": 0},
-        {"num_items_in_batch": torch.tensor(30), "num_tokens_in_batch": 40},
     ],
 )
 def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, attention, totals):
     model = make(attn_implementation=attention).train(training)
     x, mask = tokens(2, 8), torch.zeros(2, 8, dtype=torch.long)
     embeds = model.get_input_embeddings()(x).detach()
-    for content in (None, 1e30, torch.nan, -torch.inf):
+    for content in (None, torch.nan, -torch.inf):
         inputs = {"input_ids": x}
         if content is not None:
             inputs = {"inputs_embeds": embeds.clone()}
@@ -140,17 +146,6 @@ def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, atten
         output, gradients = step(model, **inputs, attention_mask=mask, labels=labels, **totals)
         assert output.loss == output.cross_entropy == output.l1 == 0
         assert not gradients.any()  # NaN counts as another value
-
-
-@pytest.mark.parametrize("kind", ["labels", "mask", "one token"])
-def test_each_part_of_the_loss_is_zero_where_only_it_has_nothing_to_average(kind):
-    model, x = make().double(), tokens(2, 1 if kind == "one token" else 8)
-    mask = torch.full_like(x, kind != "mask")
-    labels = torch.full_like(x, -100) if kind == "labels" else x
-    output, gradients = step(model, input_ids=x, attention_mask=mask, labels=labels)
-    assert (output.cross_entropy == 0) == (kind != "mask") and (output.l1 == 0) == (kind == "mask")
-    assert_close(output.loss, output.cross_entropy + 0.03 * output.l1)
-    assert torch.isfinite(gradients).all() and gradients.any()
 
 
 # --- any model
@@ -171,10 +166,8 @@ def test_a_sparsified_model_trains_with_the_l1_term():
     assert_close(term, torch.stack([(l1 * mask).sum() / 19 for _, l1 in terms.terms]))
     (loss + 0.1 * terms.mean(mask)).backward()
     assert all(p.grad is not None for p in model.parameters())
-    message = r"token_mask has shape \(.*\); expected \(2, 12\)"
-    for shape in ((2, 1, 12, 12), (1, 12), (2, 13)):
-        with pytest.raises(ValueError, match=message):
-            terms.mean(torch.ones(shape))
+    with pytest.raises(ValueError, match=r"token_mask has shape \(1, 12\); expected \(2, 12\)"):
+        terms.mean(torch.ones(1, 12))
 
 
 def test_the_former_function_reads_the_last_pass():
@@ -182,19 +175,10 @@ def test_the_former_function_reads_the_last_pass():
     with pytest.warns(FutureWarning), pytest.raises(RuntimeError, match="in training mode first"):
         l1_by_layer(model)
     with collect_l1(model) as terms:
-        expected = model(input_ids=x, labels=x)
+        model(input_ids=x)
     model(input_ids=x)
     with pytest.warns(FutureWarning):
         assert_close(l1_by_layer(model), terms.by_layer())
-    with pytest.warns(FutureWarning):
-        assert_close(sparse_ffns(model)[1].l1, terms.terms[1][1])
-    with pytest.raises(AttributeError, match="Collector"):
-        sparse_ffns(model)[0].record = True
-    own = make()
-    logits = own(input_ids=x).logits  # without labels, whose loss would have the term
-    with pytest.warns(FutureWarning):
-        (logits.sum() + l1_by_layer(own).mean()).backward()
-    assert own.model.layers[0].mlp.up_proj.weight.grad.any() and expected.loss > 0
 
 
 def test_what_a_block_holds():
@@ -227,37 +211,9 @@ def test_a_layer_in_two_places_counts_in_both():
     apart.model.layers[2].mlp.load_state_dict(apart.model.layers[0].mlp.state_dict())
     shared = copy.deepcopy(apart)
     shared.model.layers[2].mlp = shared.model.layers[0].mlp
-    for given in ({"attention_mask": mask}, {"num_items_in_batch": 40, "num_tokens_in_batch": 50}):
-        results = [model(input_ids=x, labels=x, **given) for model in (apart, shared)]
-        assert_close(results[1].l1, results[0].l1)
-        assert_close(results[1].loss, results[0].loss)
-
-
-def test_blocks_end_in_any_order_and_context():
-    model, x = sparsify(stock("qwen2")), tokens(2, 6)
-    first, second = collect_l1(model), collect_l1(model)
-    first.__enter__()
-    second.__enter__()
-    model(input_ids=x)
-    with pytest.raises(RuntimeError, match="this collector is open already"):
-        first.__enter__()
-    first.__exit__(None)
-    model(input_ids=x)
-    contextvars.copy_context().run(second.__exit__, None)  # as of a generator that is closed late
-    model(input_ids=x)
-    assert (len(first.terms), len(second.terms)) == (3, 6)
-
-    async def job(x):
-        with collect_l1(model) as terms:
-            for _ in range(3):
-                model(input_ids=x)
-                await asyncio.sleep(0)
-        return len(terms.terms), {l1.shape for _, l1 in terms.terms}
-
-    async def jobs():
-        return await asyncio.gather(*(job(x[:, :length]) for length in range(1, 6)))
-
-    assert asyncio.run(jobs()) == [(9, {(2, length)}) for length in range(1, 6)]
+    results = [model(input_ids=x, labels=x, attention_mask=mask) for model in (apart, shared)]
+    assert_close(results[1].l1, results[0].l1)
+    assert_close(results[1].loss, results[0].loss)
 
 
 # --- torch.compile
@@ -308,8 +264,7 @@ def test_compiled_layers_hand_on_the_same(whole, change):
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("kind", ["own", "sparsified"])
-@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize(("kind", "replicas"), [("own", True), ("sparsified", False)])
 def test_passes_in_threads_do_not_mix(kind, replicas):
     """Threads that share a model, and replicas of nn.DataParallel."""
     model = (make() if kind == "own" else sparsify(stock("qwen2"))).double().train()
@@ -336,14 +291,6 @@ def test_passes_in_threads_do_not_mix(kind, replicas):
         assert all(torch.equal(5 * a, b) for a, b in zip(before, ffn.stats.take(), strict=True))
 
 
-def replicate(module):
-    """A replica as nn.DataParallel makes it, on the same device."""
-    replica = module._replicate_for_data_parallel()
-    replica._parameters = dict(module._parameters)
-    replica._modules = {name: child and replicate(child) for name, child in module._modules.items()}
-    return replica
-
-
 def test_activation_checkpointing_repeats_but_does_not_recount():
     model, x = make().double(), tokens(3, 10)
     _, expected = step(model, input_ids=x, labels=x)
@@ -356,41 +303,17 @@ def test_activation_checkpointing_repeats_but_does_not_recount():
             assert all(map(torch.equal, before, ffn.stats.take()))
 
 
-@pytest.mark.parametrize("coefficient", [0.0, 1.0])
 @pytest.mark.parametrize("lora", [False, True])
-def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_term(coefficient, lora):
-    model, x = make(l1_coefficient=coefficient), tokens(3, 10)
+def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_term(lora):
+    model, x = make(l1_coefficient=1.0), tokens(3, 10)
     model.gradient_checkpointing_enable({"use_reentrant": True})
     if lora:
         model.enable_input_require_grads()
         model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"])).train()
-    if coefficient:
-        with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
-            model(input_ids=x, labels=x)
-    else:
-        model(input_ids=x, labels=x).loss.backward()
-    if not lora:
-        stock_model = sparsify(stock("qwen2")).train()
-        stock_model.gradient_checkpointing_enable({"use_reentrant": True})
-        with collect_l1(stock_model) as terms:
-            stock_model(input_ids=x)
-        stock_model(input_ids=x)  # leaves its terms for the former function
-        for read in (terms.mean, lambda: l1_by_layer(stock_model)):
-            with warnings.catch_warnings(), pytest.raises(RuntimeError, match="=True drops it"):
-                warnings.simplefilter("ignore", FutureWarning)
-                read()
-
-
-def test_a_feed_forward_layer_that_peft_copies_counts_once():
-    x, options = tokens(2, 8), {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}
-    own = make().double()
-    expected = own(input_ids=x, labels=x)
-    model = get_peft_model(own, LoraConfig(**options)).train()
-    output = model(input_ids=x, labels=x)
-    assert_close(output.l1, expected.l1)
-    output.loss.backward()
-    trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.any()]
-    assert sum("mlp.modules_to_save" in name for name in trained) == 9
+    with pytest.raises(RuntimeError, match="use_reentrant=True drops it"):
+        model(input_ids=x, labels=x)
+    model.config.l1_coefficient = 0.0
+    model(input_ids=x, labels=x).loss.backward()
 
 
 # --- padding
@@ -482,10 +405,7 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
 
 @pytest.mark.parametrize(
     "mask",
-    [
-        *(torch.ones(shape) for shape in ((2, 8, 8), (2, 7), (1, 8), (3, 1, 8, 8), (2, 1, 8, 7))),
-        {"full_attention": None},
-    ],
+    [*map(torch.ones, ((2, 8, 8), (2, 7), (1, 8), (3, 1, 8, 8))), {"full_attention": None}],
 )
 def test_an_unreadable_mask_is_refused_where_padding_counts(mask, monkeypatch):
     model, seen, forward, x = make().eval(), [], LlamaForCausalLM.forward, tokens(2, 8)

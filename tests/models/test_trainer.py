@@ -5,7 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 import twell
 from tests.factories import SEED
@@ -78,28 +78,11 @@ def test_a_loss_of_the_trainer_has_the_l1_term(options, tmp_path):
         torch.testing.assert_close(changes[batch], step, rtol=1e-4, atol=2e-6)
 
 
-def test_label_smoothing_is_that_of_a_stock_llama(tmp_path):
-    ours = make(l1_coefficient=0.0)
-    fields = {"hidden_act": "relu", **{k: v for k, v in ours.config.to_dict().items() if k in SAME}}
-    llama = LlamaForCausalLM(LlamaConfig(**fields))
-    llama.load_state_dict(ours.state_dict())
-    results = [
-        trained(model, tmp_path, label_smoothing_factor=LABEL_SMOOTHING) for model in (ours, llama)
-    ]
-    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-
-
 def test_a_loss_with_l1_needs_a_model_with_the_term_and_labels():
     with pytest.raises(ValueError, match="model is a Qwen2ForCausalLM, whose output has no L1 t"):
         twell.with_l1(twell.sparsify(stock("qwen2")))
     with pytest.raises(ValueError, match="labels is None"):
         twell.with_l1(make())(None, None)
-
-
-SAME = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "rms_norm_eps"),
-    *("num_attention_heads", "max_position_embeddings", "tie_word_embeddings"),
-)
 
 
 def test_predictions_are_logits_alone(tmp_path):

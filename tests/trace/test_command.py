@@ -1,8 +1,5 @@
 """`twell trace`."""
 
-import pytest
-
-from twell import models
 from twell.__main__ import main
 from twell.trace import Aggregate, tracing
 from twell.trace.counter import Counter
@@ -40,11 +37,3 @@ def test_interrupted_aggregate_leaves_no_file(tiny_run, tmp_path, monkeypatch, c
     assert main(["trace", str(tiny_run), "--aggregate", "--valid", "--out", out]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [] and len(calls) == 3
-
-
-@pytest.mark.parametrize("kind", [[], ["--aggregate"]])
-def test_a_model_without_a_tokenizer_is_refused_at_once(tiny_run, tmp_path, capsys, kind):
-    models.load(tiny_run)[0].save_pretrained(tmp_path / "bare")
-    out = str(tmp_path / "a.npz")
-    assert main(["trace", str(tmp_path / "bare"), *kind, "--text", "a", "--out", out]) == 2
-    assert "bare has no tokenizer" in capsys.readouterr().err

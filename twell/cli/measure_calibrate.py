@@ -46,8 +46,8 @@ def command(
 ) -> None:
     """Time all paths of a layer over tokens and activity: the times that backend="auto" chooses by.
 
-    The choices are compared with torch.compile. Then training steps are timed, dense and sparse,
-    for the activity up to which sparse ones are faster. This takes a minute or two.
+    Then training steps are timed, dense and sparse, for the activity up to which sparse ones are
+    faster. This takes a minute or two.
     """
     from twell import measure, results
     from twell.models import CALIBRATION, load_empty, sparse_ffns

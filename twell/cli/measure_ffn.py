@@ -51,14 +51,6 @@ def command(
     bias: Annotated[
         bool, option("Projections with biases. Not with --backward.", LAYER, name="--bias")
     ] = False,
-    merged: Annotated[
-        bool,
-        option(
-            "Gate and up in one weight, as gate_up_proj. Not with --backward.",
-            LAYER,
-            name="--merged",
-        ),
-    ] = False,
     trace: Annotated[
         Path | None,
         option("A trace for the recorded pattern (`twell trace`), with --layer.", LAYER),
@@ -89,8 +81,8 @@ def command(
         raise ValueError("--trace FILE and --layer NUMBER go together")
     if trace and "recorded" not in patterns:
         raise ValueError(f"--trace is for --pattern recorded; the pattern is {pattern}")
-    if backward and (bias or merged or activation != "relu"):
-        given = "--bias" if bias else "--merged" if merged else f"--activation {activation}"
+    if backward and (bias or activation != "relu"):
+        given = "--bias" if bias else f"--activation {activation}"
         raise ValueError(f"{given} is for forward passes; --backward times ReLU without biases")
     if backward and calibration is not None:
         raise ValueError("--calibration is for auto, which --backward does not time")
@@ -111,7 +103,7 @@ def command(
     if backward:
         measure.ffn_steps(*cases, **options, mode=mode or "stream")
     else:
-        options |= {"activation": activation, "bias": bias, "merged": merged, "mode": mode}
+        options |= {"activation": activation, "bias": bias, "mode": mode}
         measure.ffn(*cases, **options, calibration=load_calibration(calibration))
 
 

@@ -76,9 +76,6 @@ def command(
     layers: Annotated[
         bool, option("Also time each feed-forward layer alone.", name="--layers")
     ] = False,
-    parts: Annotated[
-        bool, option("Also show where the time of a decoder layer goes.", name="--parts")
-    ] = False,
     decode: Annotated[
         str | None, option("Also time decoding of so many documents, with commas, such as 1,8,32.")
     ] = None,
@@ -113,7 +110,7 @@ def command(
     """Time a language model in bf16: dense, sparse and by auto, eager and with compiled layers.
 
     The activity is that of the text, or imposed on random weights. Rows are appended to model.csv,
-    model_layers.csv, model_parts.csv and decode.csv.
+    model_layers.csv and decode.csv.
     """
     model, overrides = split_config(model, overrides, CONFIG)
     is_config = _is_config(model)
@@ -149,7 +146,6 @@ def command(
         profile=spread or "paper",
         active=means,
         layers=layers,
-        parts=parts,
         decode=documents,
         decode_context=context,
         compiled=compile,

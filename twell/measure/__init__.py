@@ -12,11 +12,10 @@ versions, commit and command.
     case, quantized     one layer by each provider
     layer, step         a layer's inference; its pass forward and backward
     calibration, tune   the times that "auto" chooses by; the paths of a model's layers, for good
-    sides, model, parts, decode
-                        whole models: forward passes, layers, a layer's kernels, decoding
+    sides, model, decode
+                        whole models: forward passes, layers, decoding
     trainer             one optimiser step of a model
-    serving             requests a second of transformers' continuous batching
-    precision           what FP8 costs in cross-entropy, on any device
+    precision           the cross-entropy that FP8 costs, on any device
 
 The public functions load at first use: importing twell.measure.providers loads no torch.
 """
@@ -35,7 +34,6 @@ __getattr__, __dir__, __all__ = hand_on(
         ".precision": "quality",
         ".rows": "COLUMNS",
         ".runner": "bench kernel_name",
-        ".serving": "Load serve",
         ".step": "crossover ffn_steps",
         ".trainer": "train_step",
     },

@@ -6,9 +6,8 @@ backend and path are the provider's.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,7 +25,14 @@ from twell.measure.patterns import (
     recorded_masks,
     synthetic_layer,
 )
-from twell.measure.providers import FP8, Provider
+from twell.measure.providers import (
+    DENSE_COMPILED,
+    DENSE_EAGER,
+    DENSE_FP8,
+    FP8,
+    FP8_TENSOR,
+    Provider,
+)
 from twell.measure.rows import require
 from twell.measure.runner import Gpu
 from twell.models.quantize import quantize_
@@ -36,11 +42,15 @@ from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
-GRAPH_TOKENS = 4096  # up to so many tokens the default mode is "graph"
-DECODE_TOKENS = 1024  # the path "decode" is measured up to so many tokens
-# Row-wise takes half a second for so many entries, and is then far behind every other path.
+GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
+DECODE_TOKENS = 1024  # largest number of tokens for which the path "decode" is timed
+# With this many entries row-wise takes half a second, far more than any other path.
 ROWWISE_ENTRIES = 100_000_000
-NO_BIASES = None, None, None
+
+
+def default_mode(num_tokens: int) -> str:
+    """Return "graph" for few tokens, else "stream"."""
+    return "graph" if num_tokens <= GRAPH_TOKENS else "stream"
 
 
 def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int) -> None:
@@ -56,33 +66,21 @@ class DenseLayer(nn.Module):
     """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models.
 
     The weights are w_gate and w_up [N, K] and w_down [K, N], which is stored as nn.Linear does.
-    merged: gate and up are one projection, whose halves w_gate and w_up are.
     """
 
-    def __init__(
-        self,
-        weights: Weights,
-        biases: Sequence[Tensor | None] = NO_BIASES,
-        act: Activation = RELU,
-        merged: bool = False,
-    ):
+    def __init__(self, weights: Weights, bias: bool = False, act: Activation = RELU):
         super().__init__()
-        self.act, self.merged = act, merged
-        self.read: Callable = _unchanged  # quantises inputs, see quantized.py
+        self.act, self.read = act, _unchanged  # `read` quantises inputs, see quantized.py
         w_gate, w_up, w_down = weights
-        first = w_up._base if merged else w_up
-        stored = None if merged else w_gate, first, w_down.contiguous()
+        stored = w_gate, w_up, w_down.contiguous()
         self.gate_proj, self.up_proj, self.down_proj = (
             None if w is None else nn.Linear(*w.shape[::-1], bias=False, device="meta")
             for w in stored
         )
-        give(self, stored, biases)
+        give(self, stored, bias)
 
     def hidden(self, x: Tensor) -> Tensor:
         x, act = self.read(x), self.act
-        if self.merged:
-            g, u = self.up_proj(x).chunk(2, -1)
-            return act.hidden(act.gate(g), u)
         if self.gate_proj is None:
             return act.hidden(act.gate(self.up_proj(x)), None)
         return act.hidden(act.gate(self.gate_proj(x)), self.up_proj(x))
@@ -95,19 +93,20 @@ def _unchanged(x: Tensor) -> Tensor:
     return x
 
 
-def give(layer: nn.Module, weights: Weights, biases: Sequence[Tensor | None]) -> None:
-    """Put weights and biases into a layer's projections."""
+def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
+    """Put weights, and biases of zeros, into a layer's projections."""
     projections = layer.gate_proj, layer.up_proj, layer.down_proj
-    for part, weight, bias in zip(projections, weights, biases, strict=True):
+    for part, weight in zip(projections, weights, strict=True):
         if part is not None:
             part.weight = nn.Parameter(weight, requires_grad=False)
-            part.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+            zeros = weight.new_zeros(len(weight)) if bias else None
+            part.bias = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
 
 
-def compiled(function: Callable, **options: Any) -> Callable:
+def compiled(function: Callable) -> Callable:
     """Return the function by torch.compile, whole and for each shape anew."""
     allow_recompiling()
-    return torch.compile(function, fullgraph=True, dynamic=False, **options)
+    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def allow_recompiling() -> None:
@@ -125,8 +124,7 @@ class Case:
     exact: Exact
     columns: dict
     act: Activation = RELU
-    biases: tuple[Tensor | None, ...] = NO_BIASES  # b_gate, b_up and b_down
-    merged: bool = False  # gate and up are the halves of one tensor
+    bias: bool = False
     calibration: Calibration | None = None  # of "auto"
 
     @classmethod
@@ -139,36 +137,28 @@ class Case:
         gated: bool = True,
         act: Activation = RELU,
         bias: bool = False,
-        merged: bool = False,
         calibration: Calibration | None = None,
     ) -> Case:
         """Return the case of x, w_gate, w_up and w_down (not gated: w_gate is w_up).
 
-        pattern: the column, which also names what is unusual. bias: with biases of zeros. merged:
-        gate and up are halves of one tensor.
+        pattern: the column, to which another activation and biases (of zeros) are added.
         """
         x, w_gate, w_up, w_down = inputs
         weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
-        exact, biases = Exact.of(x, weights, act=act), NO_BIASES
-        if bias:
-            b_up, b_down = x.new_zeros(len(w_up)), x.new_zeros(x.shape[1])
-            biases = b_up if gated else None, b_up, b_down
-        unusual = [act.name] * (act != RELU) + ["biases"] * bias + ["merged"] * merged
+        exact = Exact.of(x, weights, act=act)
         columns = {
             "tokens": len(x),
             "hidden_size": x.shape[1],
             "intermediate_size": len(w_up),
             "gated": gated,
             "dtype": str(x.dtype).removeprefix("torch."),
-            "pattern": " ".join([pattern, *unusual]),
+            "pattern": " ".join([pattern, *[act.name] * (act != RELU), *["biases"] * bias]),
             "active": round(float(exact.counts.double().mean()), 2),
             "active_max": int(exact.counts.max()),
             "union": round(float(exact.unions.double().mean()), 1),
         }
         sets = [weights, *(permuted(weights, seed) for seed in range(1, weight_sets))]
-        if merged:
-            sets = [(*torch.cat(several[:2]).chunk(2), several[2]) for several in sets]
-        return cls(x, sets, exact, columns, act, biases, merged, calibration)
+        return cls(x, sets, exact, columns, act, bias, calibration)
 
     def __str__(self) -> str:
         c = self.columns
@@ -182,67 +172,59 @@ class Case:
         }
         return [path for path in ("dense", "rowwise", "union", "decode") if not slow.get(path)]
 
-    def providers(self, rounded: bool) -> list[Provider]:
-        """Return the providers of inference; rounded: also those of FP8 and integer weights."""
-        dense = [Provider("dense"), Provider("dense", None, "torch.compile")]
-        precisions = [None]
-        if rounded and self.act == RELU and self.biases == NO_BIASES and not self.merged:
-            sizes = self.sets[0][1].shape
-            of_dense = quantized.dense_precisions(len(self.x), sizes, self.x.device)
-            dense += [Provider("dense", None, "torch.compile", one) for one in of_dense]
-            precisions += [FP8] if FP8 in of_dense else []
-        kernels = [("triton", path) for path in self.paths()] + [("auto", None)]
-        return dense + [
-            Provider(*kind, precision=precision) for precision in precisions for kind in kernels
+    def providers(self, in_fp8: bool) -> list[Provider]:
+        """Return the providers of inference; in_fp8: also in FP8, where it can be measured."""
+        ours = [*(Provider("triton", path) for path in self.paths()), Provider("auto")]
+        plain = self.act == RELU and not self.bias
+        if not (in_fp8 and plain and float8.why_not(self.x.device) is None):
+            return [DENSE_EAGER, DENSE_COMPILED, *ours]
+        dense = [DENSE_FP8, replace(DENSE_FP8, precision=FP8_TENSOR)]
+        return [
+            DENSE_EAGER,
+            DENSE_COMPILED,
+            *dense,
+            *ours,
+            *(replace(p, precision=FP8) for p in ours),
         ]
 
     def layers(self, provider: Provider) -> list[nn.Module]:
         """Return a provider's layers, one for each set of weights, not compiled.
 
-        Those of "auto" know the case's activity. A dense provider with a path is a SparseFFN.
+        Layers of "auto" know the case's activity. A dense provider with a path is a SparseFFN.
         """
         if provider.backend != "dense" or provider.path:
             return [self._sparse(provider, weights) for weights in self.sets]
-        layers = [DenseLayer(w, self.biases, self.act, self.merged) for w in self.sets]
-        if provider.precision in quantized.ALLOWED:
-            quantized.round_weights(layers[0], provider.precision)
-            # Copies: the groups of permuted weights would round to other integers.
-            return [copy.deepcopy(layers[0]) for _ in layers]
-        if provider.precision is not None:
-            for layer in layers:
-                quantized.round_weights(layer, provider.precision)
+        layers = [DenseLayer(weights, self.bias, self.act) for weights in self.sets]
+        for layer in layers if provider.in_fp8 else ():
+            quantized.round_weights(layer, provider.precision)
         return layers
 
     def _sparse(self, provider: Provider, weights: Weights) -> SparseFFN:
         c = self.columns
-        sizes = c["hidden_size"], c["intermediate_size"]
-        options = {"activation": self.act.name, "bias": self.biases[1] is not None}
-        options |= {"gated": c["gated"], "backend": provider.backend, "device": "meta"}
-        layer = SparseFFN(*sizes, **options)
-        give(layer, weights, self.biases)
+        options = {"activation": self.act.name, "bias": self.bias, "gated": c["gated"]}
+        options |= {"backend": provider.backend, "device": "meta"}
+        layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
+        give(layer, weights, self.bias)
         if provider.in_fp8:
             quantize_(layer)
-        layer.path = provider.path
-        layer.calibration = self.calibration
+        layer.path, layer.calibration = provider.path, self.calibration
         layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
         return layer.eval()
 
-    def exact_for(self, provider: Provider, path: str | None) -> tuple[Exact, float]:
-        """Return what a provider has to compute by a path, and its error above the tolerance."""
-        precision, kind = provider.precision, quantized.KINDS.get(provider.precision)
-        if kind is None:
+    def exact_for(self, provider: Provider) -> tuple[Exact, float]:
+        """Return the exact result of a provider, and a limit above the tolerance or 0."""
+        if not provider.in_fp8:
             return self.exact, 0.0
-        if provider.backend != "dense" and path != "dense":
+        if provider.backend != "dense":
             return self._exact_in_fp8, 0.0
+        kind = quantized.KINDS[provider.precision]
         wide = [None if w is None else kind(w.contiguous()).wide() for w in self.sets[0]]
-        if precision in quantized.ALLOWED:
-            return Exact.of(self.x, wide), quantized.ALLOWED[precision]
         exact = Exact.of(float8.wide(*kind.read(self.x)), wide, fp8=True)
         return exact, exact.fp8_limit
 
     @cached_property
     def _exact_in_fp8(self) -> Exact:
-        """Of x, gate and up by rows."""
+        """The result of x, gate and up by rows in FP8, and of down as it is."""
         gate, up, down = self.sets[0]
         x, gate, up = (
             None if tensor is None else float8.wide(*float8.quantize(tensor.contiguous()))
@@ -266,7 +248,7 @@ def cases(
     """Yield a case for each level of activity or recorded mask, and its mode.
 
     Delete a case before the next one. modes: by number of tokens; in the mode "stream" a case has
-    one set of weights. options: those of `Case.of`. The rest: arguments of `ffn`.
+    one set of weights. options: of `Case.of`. The rest: arguments of `ffn`.
     """
     for num_tokens, mode in modes.items():
         for name in patterns:

@@ -1,7 +1,7 @@
-"""Whether a result is correct: a layer against fp64, a model's hidden states against fp32.
+"""Checks results: a layer against fp64, a model's hidden states against fp32.
 
-The exact layer is written out here once more, on purpose: `reference.ffn` is itself a provider, and
-it hides the gate before its ReLU, which gates near zero need.
+The exact layer does not use `reference.ffn`, which is itself a provider and hides the gate before
+its ReLU; gates near zero need that value.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Exact:
     tensors: y [M, K]; with gradients also l1 [M], dx [M, K], dw_gate and dw_up [N, K] (a layer
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. touched: neurons active for any token.
-    either: by tensor, the norm of the part of gates so near to zero that sums in fp32 may come out
-    on either side of it; for y, of what the errors of FP8 sums may change. slack: the factor of
-    the tolerance.
+    either: by tensor, the norm of the part from gates so near to zero that sums in fp32 may come
+    out on either side of it; for y, the norm of the change by errors of FP8 sums. slack: the factor
+    of the tolerance.
     """
 
     tensors: dict[str, Tensor]
@@ -93,7 +93,7 @@ class Exact:
     ) -> Exact:
         """Compute it, CHUNK tokens at a time; with the gradients of sum(y dy) + sum(l1 dl1).
 
-        Gradients are those of ReLU. fp8: whether tensor cores sum products of FP8 values, of ReLU.
+        Gradients are of ReLU. fp8: whether tensor cores sum products of FP8 values (ReLU only).
         """
         wide = [None if weight is None else weight.double() for weight in weights]
         given = [x] if dy is None else [x, dy, dl1]
@@ -203,7 +203,7 @@ def _chunk(
 def _changed_by_sums(
     rows: Tensor, weights: Sequence[Tensor | None], gate: Tensor, u: Tensor
 ) -> Tensor:
-    """The squared norm [1] of what errors as large as the terms' absolute sum change in y."""
+    """Return the squared norm [1] of the change of y if sums err by their terms' absolute sum."""
     w_gate, w_up, w_down = weights
     first = w_up if w_gate is None else w_gate
     error = rows.abs() @ first.abs().t()
@@ -262,7 +262,7 @@ def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
 
 
 def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
-    """Return what is exact for a layer's rows, with its weights as they are, and its limit."""
+    """Return the exact result of a layer's rows, with its present weights, and its limit."""
     parts = [ffn.gate_proj, ffn.up_proj, ffn.down_proj]
     in_fp8 = [isinstance(part, float8.Float8Linear) for part in parts]
     weights = [

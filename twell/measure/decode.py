@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from twell.measure import check, imposed
 from twell.measure.providers import DENSE_EAGER, Provider
 from twell.measure.rows import significant
-from twell.measure.runner import Run, bench
+from twell.measure.runner import Run
 from twell.measure.sides import COMPILE_OPTIONS, ModelCase, Subject, embed, exact_hidden_states
 from twell.models.llama import SparseLlamaForCausalLM
 
@@ -98,9 +98,8 @@ class Decoder:
         self.position = torch.full((1,), context, device=device)
         slots = math.ceil(script.shape[1] / 16) * 16  # attention needs masks of 16-byte multiples
         self.places = torch.arange(slots, device=device)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape, dtype = (len(script), heads, slots, size), model.model.embed_tokens.weight.dtype
+        shape = len(script), config.num_key_value_heads, slots, config.head_dim
+        dtype = model.model.embed_tokens.weight.dtype
         self.caches = [LayerCache(shape, self.position, dtype) for _ in model.model.layers]
         self.picked = torch.zeros_like(script)
         # The parts before and behind the layers, by compilation.
@@ -159,57 +158,48 @@ class Decoder:
             step()
 
 
-class DecodeCase(ModelCase):
-    """Generations of documents, in a CUDA graph a step where the subject has graphs.
-
-    Logits [steps, B, V] of the first documents are compared with fp32.
-    """
-
-    def __init__(self, subject: Subject, decoder: Decoder, title: str, logits: Tensor):
-        script, model = decoder.script, decoder.model
-        few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
-        exact = exact_hidden_states(model, script[:few])[:, decoder.context :].transpose(0, 1)
-        exact = exact @ model.lm_head.weight.float().t()
-        judge = check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])
-        super().__init__(subject, title, self._once, judge, decoder.steps)
-        self.decoder, self.first = decoder, decoder.picked[:, decoder.context :].clone()
-        judge.check(DENSE_EAGER.name, logits)
-
-    def _once(self) -> None:
-        self.decoder.restart()
-        self.decoder.step()
-
-    def run(self, provider: Provider) -> tuple[Tensor, Run, dict]:
-        decoder = self.decoder
-        decoder.restart()
-        step = functools.partial(decoder.step, provider.compilation)
-        if self.subject.graphs:
-            replay, (output,) = self.gpu.capture([step])
-            step = lambda: (replay(), output)[1]  # noqa: E731
-        logits = decoder.generate(step)
-        same = float((decoder.picked[:, decoder.context :] == self.first).double().mean())
-        columns = {"same": round(same, 4), "mode": "graph" if self.subject.graphs else "stream"}
-        return logits, functools.partial(decoder.replay, step), columns
-
-
 def measure_decode(
     subject: Subject, script: Tensor, context: int, providers: Sequence[Provider]
 ) -> list[dict]:
-    """Return rows of decode.csv for documents [B, context + steps]."""
+    """Return rows of decode.csv for documents [B, context + steps].
+
+    Logits [steps, B, V] of the first documents are compared with fp32. A CUDA graph holds a step
+    where the subject has graphs.
+    """
     subject.become(DENSE_EAGER)
-    decoder = Decoder(subject.model, script, context)
+    model, decoder = subject.model, Decoder(subject.model, script, context)
     decoder.read()
     logits, activity = _dense_logits(decoder)
+    first = decoder.picked[:, context:].clone()
     subject.observe(activity, len(script))
     case = subject.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
     title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
     title += f"  {case['active']:.4g} active"
-    rows = []
-    measured = bench(DecodeCase(subject, decoder, title, logits), providers, "pass")
-    for provider, columns in measured.items():
-        speed = significant(1e3 * len(script) / columns["p50"], 5)
-        row = {"provider": provider.name, "path": subject.paths(provider, len(script))}
-        rows.append(case | row | columns | {"tokens_per_second": speed})
+    few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
+    exact = exact_hidden_states(model, script[:few])[:, context:].transpose(0, 1)
+    exact = exact @ model.lm_head.weight.float().t()
+    judge = check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])
+    judge.check(DENSE_EAGER.name, logits)
+
+    def once() -> None:
+        decoder.restart()
+        decoder.step()
+
+    def take(provider: Provider) -> tuple[Tensor, Run, dict]:
+        decoder.restart()
+        step = functools.partial(decoder.step, provider.compilation)
+        if subject.graphs:
+            replay, (output,) = subject.gpu.capture([step])
+            step = lambda: (replay(), output)[1]  # noqa: E731
+        logits = decoder.generate(step)
+        same = float((decoder.picked[:, context:] == first).double().mean())
+        columns = {"same": round(same, 4), "mode": "graph" if subject.graphs else "stream"}
+        return logits, functools.partial(decoder.replay, step), columns
+
+    own = ModelCase(subject, title, once, judge, take, decoder.steps)
+    rows = own.rows(case, len(script), providers)
+    for row in rows:
+        row["tokens_per_second"] = significant(1e3 * len(script) / row["p50"], 5)
     return rows
 
 

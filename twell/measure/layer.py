@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
-from twell.measure import quantized, runner
-from twell.measure.case import GRAPH_TOKENS, Case, cases, check_sizes, compiled
+from twell.measure import runner
+from twell.measure.case import Case, cases, check_sizes, compiled, default_mode
 from twell.measure.patterns import Pattern
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
 from twell.measure.rows import Rows, require, significant
@@ -34,7 +35,6 @@ def ffn(
     gated: bool = True,
     activation: str = "relu",
     bias: bool = False,
-    merged: bool = False,
     mode: str | None = None,
     masks: Mapping[str, np.ndarray] | None = None,
     energy: bool = False,
@@ -51,15 +51,14 @@ def ffn(
         active: mean active neurons per token; not for recorded patterns.
         patterns: "even", "skewed" (`synthetic_layer`), "recorded" for each mask (`imposed_layer`).
         hidden_size: default 2048, for recorded patterns 1024; as many tokens of a mask are used.
-        intermediate_size: of even and skewed layers; a recorded one has that of its mask.
+        intermediate_size: of even and skewed layers; a recorded one has its mask's.
         gated: whether the layer has a gate.
         activation: of the layer; one other than "relu" joins the column `pattern`.
-        bias: whether the projections have biases, of zeros; they join the column `pattern`. Then,
-            and for other activations, neither FP8 nor integer weights are timed.
-        merged: gate and up are halves of one weight; it joins the column too, and is in bf16 alone.
-        mode: one of MODES (see `runner`); default: graph up to 4,096 tokens, else stream. In the
-            modes "eager" and "compiled" neither FP8 nor integer weights are timed.
-        masks: name -> [T, N] bool; default: those of `recorded_masks()`.
+        bias: whether the projections have biases, of zeros; they join the column `pattern`. FP8 is
+            timed for ReLU without biases.
+        mode: one of MODES (see `runner`); default: graph up to 4,096 tokens, else stream. FP8 is
+            timed in these two.
+        masks: name -> [T, N] bool; default: `recorded_masks()`.
         energy: also measure the energy of each call: over a second more for each row.
         kernels: also measure each kernel of our paths; needs `out`.
         calibration: the times that "auto", which knows the activity, chooses by; None: its default.
@@ -73,15 +72,11 @@ def ffn(
     check_grid(tokens, patterns, hidden_size, intermediate_size, kernels, out)
     known = mode is None or mode in MODES
     require(known, f"mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    fits = gated and not bias and mode in (None, "stream", "graph")
-    unfit = "merged: of gated layers without biases, in the modes stream and graph"
-    require(fits or not merged, unfit)
     grid = {"patterns": patterns, "active": active, "masks": masks, "gated": gated, "act": act}
     grid |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "bias": bias}
-    grid |= {"merged": merged, "calibration": calibration}
     gpu, rows = runner.Gpu(energy), Rows(out, ["ffn", "kernels"])
-    modes = {number: mode or ("graph" if number <= GRAPH_TOKENS else "stream") for number in tokens}
-    for case, how in cases(gpu, modes, **grid):
+    modes = {number: mode or default_mode(number) for number in tokens}
+    for case, how in cases(gpu, modes, **grid, calibration=calibration):
         LayerBench(gpu, case, how).measure(rows, kernels)
         del case
     return rows.by_file["ffn"]
@@ -104,24 +99,20 @@ def check_grid(
 
 
 class LayerBench:
-    """The forward pass of a case's layers, checked in the mode in which they are timed."""
+    """The forward pass of a case's layers, checked in the mode in which they are timed.
 
-    def __init__(self, gpu: runner.Gpu, case: Case, mode: str):
-        self.gpu, self.case, self.mode = gpu, case, mode
-        self.allowed = 0.0  # relative RMS, where it is more than the tolerance
+    allowed: relative RMS, where it is more than the tolerance.
+    """
+
+    def __init__(self, gpu: runner.Gpu, case: Case, mode: str, allowed: float = 0.0):
+        self.gpu, self.case, self.mode, self.allowed = gpu, case, mode, allowed
+        self.layers: dict[Provider, list[nn.Module]] = {}
         self.calls: dict[Provider, list[runner.Run]] = {}
-        self.path_of_auto: dict[Provider, functools.partial] = {}
 
     def prepare(self, provider: Provider) -> Call:
         case, mode = self.case, self.mode
-        layers = case.layers(provider)
-        if provider.backend == "auto":
-            situation = EAGER if mode == "stream" else mode
-            ask = functools.partial(layers[0].chooser.path, len(case.x), situation)
-            self.path_of_auto[provider] = ask
-        if provider.precision in quantized.ALLOWED:
-            layers = [compiled(layer, options=quantized.OPTIONS) for layer in layers]
-        elif provider.compiled or (mode == "compiled" and provider not in DENSE):
+        layers = self.layers[provider] = case.layers(provider)
+        if provider.compiled or (mode == "compiled" and provider not in DENSE):
             layers = [compiled(layer) for layer in layers]
         calls = self.calls[provider] = [functools.partial(layer, case.x) for layer in layers]
         if mode == "stream":
@@ -131,28 +122,30 @@ class LayerBench:
             run()
         else:
             run, outputs = functools.partial(repeat, calls, 1), [call() for call in calls]
-        # Asked after the calls, of which the first plans for this card.
-        path = self.path_of_auto[provider]() if provider.backend == "auto" else provider.path
-        exact, limit = case.exact_for(provider, path)
+        exact, limit = case.exact_for(provider)
         limit = max(limit, self.allowed)
         error = max(exact.check(y, f"{provider} at {case}", limit) for y in outputs)
         columns = {"relative_rms": significant(error, 3)}
         return Call(run, columns, len(outputs), flush=mode == "stream")
 
+    def path(self, provider: Provider) -> str:
+        """Return the path that a provider takes. "auto" plans for this card in its first call."""
+        if provider.backend != "auto":
+            return provider.path or "dense"
+        situation = EAGER if self.mode == "stream" else self.mode
+        return self.layers[provider][0].chooser.path(len(self.case.x), situation)
+
     def measure(self, rows: Rows, kernels: bool) -> None:
         """Add the rows of ffn.csv and kernels.csv."""
-        case, mode = self.case, self.mode
         results, parts = [], []
-        providers = case.providers(rounded=mode in ("stream", "graph"))
+        providers = self.case.providers(in_fp8=self.mode in ("stream", "graph"))
         for provider, columns in bench(self, providers).items():
-            ask = self.path_of_auto.get(provider)  # after the calls: it looks again while it runs
-            path = ask() if ask else provider.path or "dense"
-            about = {"provider": provider.name, "path": path, "mode": mode}
-            row = case.columns | about | {"weight_sets": len(self.calls[provider])} | columns
+            calls = self.calls[provider]
+            row = self.case.columns | {"mode": self.mode, "weight_sets": len(calls)} | columns
+            row |= {"provider": provider.name, "path": self.path(provider)}
             results.append(row)
             if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
-                kernels_of = runner.kernel_rows(self.gpu, self.calls[provider])
-                parts += [row | kernel for kernel in kernels_of]
+                parts += [row | kernel for kernel in runner.kernel_rows(self.gpu, calls)]
         rows.add("ffn", results)
         rows.add("kernels", parts)
 

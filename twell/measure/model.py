@@ -1,4 +1,4 @@
-"""Whole models: forward passes, each feed-forward layer, and, by parts.py and decode.py, the rest.
+"""Whole models: forward passes, each feed-forward layer, and decoding (decode.py).
 
 A sample of the last hidden states (in decoding: of the logits) is compared with fp32, all of them
 with the dense model's, and each feed-forward layer with fp64. Without a checkpoint the weights are
@@ -21,7 +21,6 @@ from twell.measure import check, imposed, runner
 from twell.measure.case import GRAPH_TOKENS, Case
 from twell.measure.decode import GENERATION, joined_projections, measure_decode
 from twell.measure.layer import LayerBench
-from twell.measure.parts import measure_parts
 from twell.measure.patterns import IMPOSED
 from twell.measure.providers import (
     AUTO,
@@ -48,7 +47,7 @@ from twell.sparse import float8
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN, captured_by_hand
 
-FILES = "model", "model_layers", "model_parts", "decode"
+FILES = "model", "model_layers", "decode"
 ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
 Draw = Callable[..., Tensor]
@@ -66,7 +65,6 @@ def language_model(
     profile: str = "paper",
     active: Sequence[float] | None = None,
     layers: bool = False,
-    parts: bool = False,
     decode: Sequence[int] = (),
     decode_context: int = 512,
     compiled: bool | None = None,
@@ -84,12 +82,11 @@ def language_model(
         overrides: fields of it to change, as key=value.
         checkpoint: instead, its name, the model in bf16 and the tokens of a text with its activity.
         ordered: compute similar tokens of the text side by side (`twell.order_tokens`).
-        alike: then measure random weights too, with its layers' means on the first of the batches.
+        alike: then measure random weights too, with the layers' means on the first batch.
         shapes: batches (sequences, tokens of each) whose forward pass is timed.
         profile: how the activity varies over layers, see `Pattern`.
         active: means over layers, each imposed and measured in turn; default: the paper's.
-        layers: also time each feed-forward layer alone, on the first of the batches.
-        parts: also say where a layer's time goes, on the first of the batches.
+        layers: also time each feed-forward layer alone, on the first batch.
         decode: numbers of documents to continue by GENERATION tokens behind `decode_context`.
         compiled: True: only with compiled layers; False: only eager; None: both.
         tuned: also time decoding with layers that Inductor tunes.
@@ -97,7 +94,7 @@ def language_model(
         calibration: the times that "auto", which knows the activity, chooses by.
         graphs: False: time calls back to back, which wait for the host where it is slower.
         energy: also measure energy, over the same turns.
-        out: the folder of model.csv, model_layers.csv, model_parts.csv and decode.csv.
+        out: the folder of model.csv, model_layers.csv and decode.csv.
 
     With `graphs` decoding and passes of up to 4,096 tokens are timed in CUDA graphs. Returns the
     rows by file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong
@@ -108,7 +105,7 @@ def language_model(
     for name, numbers in (("shapes", sizes), ("decode", [*decode, decode_context])):
         least = min(numbers, default=1)
         require(least >= 1, f"{name} holds {least}; it has to be at least 1")
-    for name, first in {"layers": layers, "parts": parts, "alike": alike}.items():
+    for name, first in {"layers": layers, "alike": alike}.items():
         unfit = f"{name}: measured on the first of the batches, and there is none"
         require(bool(shapes) or not first, unfit)
     unfit = "tuned: decoding is timed so with compiled layers; say how many documents to decode"
@@ -137,7 +134,7 @@ def language_model(
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
     def measure(draw: Draw, means: Sequence[float] | None) -> list[dict]:
-        """Add the rows of one activity; return that of each layer on the first of the batches."""
+        """Add the rows of one activity; return each layer's activity on the first batch."""
         of_first: list[dict] = []
         subject.become(DENSE_EAGER)
         if means is not None:
@@ -148,8 +145,6 @@ def language_model(
             passes, activity = measure_forward(subject, ids, providers)
             of_first = of_first or activity
             rows.add("model", passes)
-            if parts and first:
-                rows.add("model_parts", measure_parts(subject, ids, activity))
             times = measure_layers(subject, ids) if layers and first else None
             case = subject.case(ids, activity)
             rows.add("model_layers", layer_rows(case, means, activity, times))
@@ -180,7 +175,7 @@ def _draw_from(
     longest: int,
     device: torch.device,
 ) -> Draw:
-    """Return what cuts batches from a text. Raises ValueError for a model that is not measured."""
+    """Return a function that cuts batches from a text. Raises ValueError for an unfit model."""
     config, most = model.config, model.config.max_position_embeddings
     check_model(name, config, longest)
     in_bf16 = f"{name} is in {model.dtype}; load it in torch.bfloat16"
@@ -198,43 +193,41 @@ def _draw_from(
     return draw
 
 
-class PassCase(ModelCase):
-    """Forward passes over a batch [B, S], up to GRAPH_TOKENS tokens in a CUDA graph."""
-
-    def __init__(self, subject: Subject, ids: Tensor, title: str):
-        once = functools.partial(forward, subject.model, ids)
-        sequences = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
-        exact = exact_hidden_states(subject.model, ids[:sequences])
-        judge = check.Judge(f"hidden states ({title})", exact, lambda hidden: hidden[:sequences])
-        super().__init__(subject, title, once, judge)
-        self.mode = "graph" if subject.graphs and ids.numel() <= GRAPH_TOKENS else "stream"
-
-    def run(self, provider: Provider) -> tuple[Tensor, runner.Run, dict]:
-        run, (hidden, _) = self.once, self.once()
-        before, most = self.gpu.peak(run)
-        # With one copy of the weights; those in FP8 are buffers.
-        model = self.subject.model
-        weights = sum(w.nbytes for w in itertools.chain(model.parameters(), model.buffers()))
-        if self.mode == "graph":
-            run, ((hidden, _),) = self.gpu.capture([run])
-            run()
-        return hidden, run, {"peak": weights + most - before, "mode": self.mode}
-
-
 def measure_forward(
     subject: Subject, ids: Tensor, providers: Sequence[Provider]
 ) -> tuple[list[dict], list[dict[str, float]]]:
-    """Return rows of model.csv for a batch [B, S], and the activity of each layer."""
+    """Return rows of model.csv for a batch [B, S], and the activity of each layer.
+
+    Up to GRAPH_TOKENS tokens are timed in a CUDA graph.
+    """
     subject.become(DENSE_EAGER)
-    activity = imposed.activity_of(subject.model, ids)
-    subject.observe(activity, ids.numel())
+    model, gpu, tokens = subject.model, subject.gpu, ids.numel()
+    activity = imposed.activity_of(model, ids)
+    subject.observe(activity, tokens)
     case = subject.case(ids, activity)
     title = f"{case['model']}  {len(ids)} x {ids.shape[1]} tokens  {case['active']:.4g} active"
-    rows = []
-    for provider, columns in bench(PassCase(subject, ids, title), providers, "pass").items():
-        row = {"provider": provider.name, "path": subject.paths(provider, ids.numel())}
-        row["tokens_per_ms"] = significant(ids.numel() / columns["p50"], 5)
-        rows.append(case | row | columns)
+    once, in_graph = (
+        functools.partial(forward, model, ids),
+        subject.graphs and tokens <= GRAPH_TOKENS,
+    )
+    few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
+    exact = exact_hidden_states(model, ids[:few])
+    judge = check.Judge(f"hidden states ({title})", exact, lambda hidden: hidden[:few])
+
+    def take(_: Provider) -> tuple[Tensor, runner.Run, dict]:
+        run, (hidden, _) = once, once()
+        before, most = gpu.peak(run)
+        # With one copy of the weights; those in FP8 are buffers.
+        weights = sum(w.nbytes for w in itertools.chain(model.parameters(), model.buffers()))
+        if in_graph:
+            run, ((hidden, _),) = gpu.capture([run])
+            run()
+        peak = weights + most - before
+        return hidden, run, {"peak": peak, "mode": "graph" if in_graph else "stream"}
+
+    rows = ModelCase(subject, title, once, judge, take).rows(case, tokens, providers)
+    for row in rows:
+        row["tokens_per_ms"] = significant(tokens / row["p50"], 5)
     return rows, activity
 
 
@@ -274,12 +267,12 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
         options = {"gated": ffn.gated, "calibration": subject.calibration}
         case = Case.of(f"layer {index}", inputs, **options)
         sparse = Provider("triton", ops.choose(len(case.x)))
-        own = LayerBench(subject.gpu, case, "stream")
-        own.allowed = check.allowed(case.exact, case.x, case.sets[0])
+        allowed = check.allowed(case.exact, case.x, case.sets[0])
+        own = LayerBench(subject.gpu, case, "stream", allowed)
         columns = bench(own, [DENSE_COMPILED, sparse, AUTO])
         names = {"dense": DENSE_COMPILED, "sparse": sparse, "auto": AUTO}
         row = {name: columns[provider]["p50"] for name, provider in names.items()}
-        row["auto_path"] = own.path_of_auto[AUTO]()
+        row["auto_path"] = own.path(AUTO)
         rows.append(row | {"relative_rms": columns[sparse]["relative_rms"]})
 
     with imposed.before_ffn(subject.model, visit):

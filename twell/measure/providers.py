@@ -15,8 +15,8 @@ SPARSE_PATHS = "rowwise", "union", "decode", "hybrid"
 COMPILATIONS = EAGER, COMPILED, TUNED = "eager", "torch.compile", "torch.compile tuned"
 # Weights and inputs in FP8; of a dense layer all three products. "FP8 all": attention's too.
 FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL = "FP8", "FP8 by tensors", "FP8 torchao", "FP8 all"
-INT8, INT4 = "int8 weights", "int4 weights"  # of a dense layer
-PRECISIONS = None, FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, INT8, INT4
+# torchao and integer weights are in recorded rows only.
+PRECISIONS = None, FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, "int8 weights", "int4 weights"
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ KERNEL = "provider kernel launches ms"
 LAYER_TIMES = "dense sparse auto auto_path relative_rms"
 # The printed columns of a row, where they have values.
 SHOWN = (
-    "metric value unit model tokens batch context pattern active layer provider path part "
-    "p50 ms roofline dense sparse auto tokens_per_ms requests_per_second first_token "
-    "tokens_per_second energy peak largest cross_entropy difference low high"
+    "metric value unit model tokens batch context pattern active layer provider path p50 ms "
+    "roofline dense sparse auto tokens_per_ms tokens_per_second energy peak largest "
+    "cross_entropy difference low high"
 ).split()
 
 COLUMNS = {
@@ -42,17 +42,13 @@ COLUMNS = {
         "model": f"{MODEL} {ACTIVITY} mode provider path relative_rms layer_rms "
         f"{SPEED} tokens_per_ms peak {ENERGY} idle",
         "model_layers": f"{MODEL} level layer wanted active p99 active_max union {LAYER_TIMES}",
-        "model_parts": f"{MODEL} {ACTIVITY} layer provider part ms",
         "decode": f"{MODEL} {ACTIVITY} steps mode provider path relative_rms layer_rms same "
         f"{SPEED} tokens_per_second {ENERGY} idle",
-        "serve": f"model parameters {SIZES} dtype profile attention cuda_graph requests shortest "
-        f"longest prompt_tokens new_tokens seed {ACTIVITY} rounds provider layer_rms {SPEED} "
-        f"without_ffn requests_per_second tokens_per_second first_token first_token_p95",
         "quality": "model parameters source tokens sequences provider cross_entropy difference low "
         "high dense_difference dense_low dense_high active",
     }.items()
 }
-# Known of some rows alone: None in the others.
+# Columns that only some rows have: None in the others.
 OPTIONAL = {"energy", "watts", "idle", "flops", "bytes", "roofline"}
 
 
@@ -94,5 +90,5 @@ def require(condition: bool, message: str) -> None:
 
 
 def significant(value: float, digits: int) -> float:
-    """Return a number rounded to so many significant digits, as files have it."""
+    """Return a number rounded to `digits` significant digits."""
     return float(f"{value:.{digits}g}")

@@ -31,7 +31,6 @@ SETTLE_MS = 300  # of runs before them: power takes a while to settle
 PROFILED = 8  # calls that are profiled, at least
 
 Run = Callable[[], Any]
-Kernels = Sequence[tuple[str, float]]  # names and ms
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,9 @@ TURNS = {
 class Call:
     """A checked call of one provider, and how to time it.
 
-    run: what is timed. columns: the provider's columns, such as its error. per_run: the calls that
-    a run makes, such as layers of a graph. flush: empty the cache before each run. enter: gives
-    this provider what all share, such as a model. metered: whether its energy is measured.
+    run: the function to time. columns: the provider's columns, such as its error. per_run: the
+    calls that a run makes, such as layers of a graph. flush: empty the cache before each run.
+    enter: switches a shared model to this provider. metered: whether its energy is measured.
     """
 
     run: Run
@@ -79,9 +78,9 @@ def bench(case: Any, providers: Iterable[Hashable], turns: str = "layer") -> dic
     case: has a `gpu`; its `prepare(provider)` returns a Call, or raises ArithmeticError for a wrong
     result. Nothing is timed before all results were found correct. turns: a name of TURNS.
 
-    The columns are those of the check; p20, p50 and p80 of ms a call; with a meter also energy (mJ
-    a call, idle power included) and watts. The order of a round is drawn, always alike: where power
-    binds, a call that always followed the hottest one would look slow.
+    The columns are the check's; p20, p50 and p80 of ms a call; with a meter also energy (mJ a call,
+    idle power included) and watts. The order of a round is random, with a fixed seed: under a power
+    limit, a call that always followed the hottest one would look slow.
     """
     how = TURNS[turns]
     timers = {key: _Timer(case.gpu, case.prepare(key), how) for key in providers}
@@ -168,7 +167,7 @@ class Gpu:
         return np.array(do_bench(run, warmup=warmup, rep=int(budget), return_mode="all"))
 
     def replay_times(self, run: Run, number: int, lead: int = LEAD) -> np.ndarray:
-        """Return times in ms of so many runs without gaps between, after `lead` uncounted ones."""
+        """Return times in ms of `number` runs without gaps, after `lead` uncounted ones."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
         repeat([run], lead)
         for event in events[:-1]:
@@ -221,12 +220,8 @@ class Gpu:
         torch.cuda.synchronize()
         return before, torch.cuda.max_memory_allocated()
 
-    def available(self) -> int:
-        """Return the bytes that are free, and those that torch holds to use again."""
-        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
-
-    def kernels(self, calls: Sequence[Run], rounds: int) -> Kernels:
-        """Return the kernels of so many rounds of the calls, in the order they ran."""
+    def kernels(self, calls: Sequence[Run], rounds: int) -> list[tuple[str, int, float]]:
+        """Return name, launches and total ms of each kernel in `rounds` rounds of the calls."""
         from torch.profiler import ProfilerActivity, profile
 
         for _ in range(2):  # the first profile of a process pays for its start
@@ -234,13 +229,11 @@ class Gpu:
                 repeat(calls, rounds)
                 torch.cuda.synchronize()
         cuda = torch.autograd.DeviceType.CUDA
-        events = [
-            event
-            for event in profiler.events()
-            if event.device_type == cuda and not getattr(event, "is_user_annotation", 0)
+        return [
+            (event.key, event.count, event.self_device_time_total / 1e3)
+            for event in profiler.key_averages()
+            if event.device_type == cuda and not event.is_user_annotation
         ]
-        events.sort(key=lambda event: event.time_range.start)
-        return [(event.name, event.time_range.elapsed_us() / 1e3) for event in events]
 
 
 def energy_meter() -> Callable[[], int]:
@@ -251,7 +244,7 @@ def energy_meter() -> Callable[[], int]:
         raise RuntimeError("the package nvidia-ml-py is not installed") from None
     try:
         pynvml.nvmlInit()
-        # NVML counts all GPUs, torch those of CUDA_VISIBLE_DEVICES.
+        # NVML numbers all GPUs, torch only the visible ones.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
         meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         meter()
@@ -275,21 +268,9 @@ def kernel_rows(gpu: Gpu, calls: Sequence[Run]) -> list[dict]:
     """Return kernel, launches and ms in one call (means over the calls) of each kernel."""
     rounds = -(-PROFILED // len(calls))
     number = rounds * len(calls)
-    kernels = pd.DataFrame(gpu.kernels(calls, rounds), columns=["name", "ms"])
-    rows = []
-    for name, ms in kernels.groupby(kernels["name"].map(kernel_name), sort=False)["ms"]:
-        launches, mean = round(len(ms) / number, 2), significant(ms.sum() / number, 4)
-        rows.append({"kernel": name, "launches": launches, "ms": mean})
-    return rows
-
-
-def equal_parts(kernels: Kernels, number: int) -> list[Kernels]:
-    """Cut into so many parts of the same kernels in the same order; RuntimeError for others."""
-    each, rest = divmod(len(kernels), number)
-    parts = [kernels[start : start + each] for start in range(0, len(kernels), each or 1)]
-    names = [[name for name, _ in part] for part in parts]
-    if rest or not each or any(part != names[0] for part in names):
-        raise RuntimeError(
-            f"{len(kernels)} kernels ran in {number} equal passes, and not the same in each"
-        )
-    return parts
+    table = pd.DataFrame(gpu.kernels(calls, rounds), columns=["kernel", "launches", "ms"])
+    sums = table.groupby(table["kernel"].map(kernel_name), sort=False)[["launches", "ms"]].sum()
+    return [
+        {"kernel": name, "launches": round(launches / number, 2), "ms": significant(ms / number, 4)}
+        for name, launches, ms in sums.itertuples()
+    ]

@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
@@ -25,7 +25,7 @@ from twell.measure.case import allow_recompiling, check_sizes
 from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
 from twell.measure.quantized import Linears
 from twell.measure.rows import require, significant
-from twell.measure.runner import Call, Gpu, Run
+from twell.measure.runner import Call, Gpu, Run, bench
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse import calibration as plan
 from twell.sparse.calibration import Calibration
@@ -34,16 +34,21 @@ COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
 
 class Compiled:
-    """Modules that are compiled, each by itself, or not: call it with True or False.
+    """A model whose decoder layers and last norm are compiled, or not: call it with True or False.
 
-    Whole (fullgraph) and for each shape anew (not dynamic), with torch.compile's `options`.
-    `around`, where it is set, takes the compiled module and its arguments and calls it. torch has
-    no public way to undo nn.Module.compile.
+    Each module is compiled by itself, whole (fullgraph) and for each shape anew (not dynamic), with
+    torch.compile's `options`. around: calls the compiled module, its first argument. torch has no
+    public way to undo nn.Module.compile.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], options: dict | None = None):
-        self.modules, self.options = list(modules), options
-        self.around: Callable | None = None
+    def __init__(
+        self,
+        model: SparseLlamaForCausalLM,
+        options: dict | None = None,
+        around: Callable | None = None,
+    ):
+        self.modules = [*model.model.layers, model.model.norm]
+        self.options, self.around = options, around
         self.calls: list[Callable] | None = None  # kept, so that nothing is compiled twice
 
     def __call__(self, compiled: bool) -> None:
@@ -103,9 +108,8 @@ class Sides:
         for ffn in model.ffns:
             ffn.calibration = calibration
         self.take_weights()
-        parts = [*model.model.layers, model.model.norm]
         self.compiled = {
-            kind: Compiled(parts, options) for kind, options in COMPILE_OPTIONS.items()
+            kind: Compiled(model, options) for kind, options in COMPILE_OPTIONS.items()
         }
         allow_recompiling()
 
@@ -138,7 +142,7 @@ class Sides:
             ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
 
     def paths(self, provider: Provider, tokens: int) -> str:
-        """Return how many layers compute so many tokens by which path: "union 38"."""
+        """Return the number of layers by the path that computes `tokens` tokens: "union 38"."""
         from twell.sparse import ops
 
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
@@ -158,14 +162,12 @@ def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dic
         "model": name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "num_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_heads": config.num_attention_heads,
-        "vocab_size": config.vocab_size,
         "gated": config.gated_mlp,
         "dtype": "bfloat16",
         "profile": profile,
         "sdpa": "default",  # recorded files name attention's kernel; it is torch's choice
+        **{n: getattr(config, n) for n in ("hidden_size", "intermediate_size", "vocab_size")},
     }
 
 
@@ -202,22 +204,22 @@ class ModelCase:
     """Passes of a model, for `runner.bench`.
 
     once: a pass. Its layers are compared with fp64, once for each backend and precision.
-    judge: compares the results of passes. per_run: the calls that a timed run makes.
+    judge: compares the results of passes. take: returns a provider's result, the run to be timed
+    and columns; the model computes by the provider already. per_run: the calls that a run makes.
     """
 
     def __init__(
-        self, subject: Subject, title: str, once: Run, judge: check.Judge, per_run: int = 1
+        self,
+        subject: Subject,
+        title: str,
+        once: Run,
+        judge: check.Judge,
+        take: Callable[[Provider], tuple[Tensor, Run, dict]],
+        per_run: int = 1,
     ):
-        self.subject, self.gpu = subject, subject.gpu
-        self.title, self.once, self.judge, self.per_run = title, once, judge, per_run
+        self.subject, self.gpu, self.title = subject, subject.gpu, title
+        self.once, self.judge, self.take, self.per_run = once, judge, take, per_run
         self.worst: dict[Provider, float] = {}
-
-    def run(self, provider: Provider) -> tuple[Tensor, Run, dict]:
-        """Return the result to be judged, the run to be timed, and columns.
-
-        The model computes by the provider already.
-        """
-        raise NotImplementedError
 
     def prepare(self, provider: Provider) -> Call:
         """Check a provider's layers and its result."""
@@ -227,12 +229,19 @@ class ModelCase:
             what = " ".join(filter(None, (provider.backend, provider.precision, "of", self.title)))
             self.worst[eager] = check.check_layers(self.subject.model.ffns, self.once, what)
         self.subject.become(provider)
-        result, run, columns = self.run(provider)
+        result, run, columns = self.take(provider)
         error = self.judge.check(provider.name, result, provider.in_fp8)
         columns["relative_rms"] = significant(error, 3)
         columns["layer_rms"] = significant(self.worst[eager], 3)
         enter = functools.partial(self.subject.become, provider)
         return Call(run, columns, self.per_run, enter=enter)
+
+    def rows(self, case: dict, tokens: int, providers: Sequence[Provider]) -> list[dict]:
+        """Return a row of each provider; `tokens`: of one call of a layer."""
+        return [
+            case | {"provider": one.name, "path": self.subject.paths(one, tokens)} | columns
+            for one, columns in bench(self, providers, "pass").items()
+        ]
 
 
 def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
@@ -247,8 +256,8 @@ def random_model(
 ) -> tuple[SparseLlamaForCausalLM, TrainConfig]:
     """Return a model in bf16 for up to `context` tokens, and its configuration.
 
-    The weights are those of `imposed.draw_weights`; `size` and `overrides` as `TrainConfig.load`
-    takes them. Raises ValueError for a model that the kernels do not take.
+    `imposed.draw_weights` draws the weights; `size` and `overrides` are of `TrainConfig.load`.
+    Raises ValueError for a model that the kernels do not take.
     """
     config = TrainConfig.load(size, overrides)
     sizes = config.model_config()

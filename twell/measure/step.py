@@ -1,9 +1,9 @@
 """Training of one layer: a pass forward and backward, dense and by each sparse path.
 
 Output, L1 term and gradients are compared with fp64 before a step is timed. All providers have the
-same loss, the gradient of the L1 term included. Sparse steps are those of a SparseFFN as
-`twell.SparseTraining` prepares it. Steps are timed in one of two modes of runner.py: "stream", or
-"eager", where the host's work counts.
+same loss, the gradient of the L1 term included. `twell.SparseTraining` prepares the SparseFFN of a
+sparse step. Steps are timed in one of two modes of runner.py: "stream", or "eager", where the
+host's work counts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from twell.sparse.calibration import crossing
 from twell.sparse.observe import Collector
 from twell.sparse.training import SparseTraining
 
-# Gradients that reach the layer: of y at random, of the L1 term about a tenth of what a neuron gets
-# from y, so that the check notices its absence. It is a power of two: another constant is rounded
-# alike in every entry, by all providers, which does not average.
+# Gradients that reach the layer. The L1 term's is a tenth of the random one that a neuron gets from
+# y, so that the check notices its absence. It is a power of two, since any other constant would be
+# rounded the same way in every entry, and such errors do not average.
 DY, DL1 = 1e-5, 2.0**-20
 # By mode; in the mode "eager" "triton" is the layer by the path "union".
 PROVIDERS = {
@@ -98,10 +98,10 @@ class Step:
         self, layer: nn.Module, function: Callable, x: Tensor, gradients: tuple[Tensor, Tensor]
     ):
         self.function, self.gradients = function, gradients
-        layer.requires_grad_()
-        parts = {"gate": layer.gate_proj, "up": layer.up_proj, "down": layer.down_proj}
         self.leaves = {"x": x.detach().requires_grad_()}
-        self.leaves |= {f"w_{name}": part.weight for name, part in parts.items() if part}
+        for name in ("gate", "up", "down"):
+            if (part := getattr(layer, f"{name}_proj")) is not None:
+                self.leaves[f"w_{name}"] = part.weight.requires_grad_()
 
     @classmethod
     def sparse(cls, case: Case, path: str, gradients: tuple[Tensor, Tensor]) -> Step:
@@ -132,7 +132,7 @@ class Step:
             leaf.grad = None
 
     def __call__(self, between: Callable = lambda y, l1: None) -> tuple[Tensor, Tensor]:
-        """between: called with the results between the passes."""
+        """Take the step; call `between` with its results between the passes."""
         self.clear()
         outputs = self.forward()
         between(*outputs)
@@ -208,8 +208,9 @@ class StepBench:
             row |= {"provider": provider.name, "mode": self.mode, "path": step.path}
             row |= {"capacity": step.capacity, "forward": columns[provider, False]["p50"]}
             rows.add("training", [row])
-            parts = runner.kernel_rows(self.gpu, [step]) if kernels else []
-            rows.add("training_kernels", [row | kernel for kernel in parts])
+            if kernels:
+                parts = runner.kernel_rows(self.gpu, [step])
+                rows.add("training_kernels", [row | kernel for kernel in parts])
 
 
 # --- up to which activity sparse training is faster -------------------------------------------
@@ -237,15 +238,12 @@ def crossover(
         size = tokens, hidden_size, intermediate_size
         inputs = synthetic_layer(*size, active=active, device=gpu.device)
         case = Case.of("skewed", inputs, gated=gated)
-        keys = [(provider, True) for provider in (DENSE_COMPILED, UNION)]
-        dense, sparse = (
-            columns["p50"] for columns in bench(StepBench(gpu, case), keys, "step").values()
-        )
-        gain = dense / sparse
-        speeds = f"dense {dense:.4f} ms  sparse {sparse:.4f} ms  {gain:.2f} times as fast"
+        measured = bench(StepBench(gpu, case), [(DENSE_COMPILED, True), (UNION, True)], "step")
+        dense, sparse = (columns["p50"] for columns in measured.values())
+        speeds = f"dense {dense:.4f} ms  sparse {sparse:.4f} ms"
         print(f"{case}  forward and backward: {speeds}", flush=True)
-        levels.append((case.columns["active"], gain))
-        if gain < 1:
+        levels.append((case.columns["active"], dense / sparse))
+        if dense < sparse:
             break
     torch.compiler.reset()
     result = crossing(levels)

@@ -67,8 +67,8 @@ def train_step(
 
     A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW
     on fp32 weights, with the L1 term at 2e-5 and the cross-entropy in chunks. Each provider takes 3
-    steps at the configuration's learning rate. Its loss then, and the norms of its first gradient,
-    of all weights and of the feed-forward ones, have to be those of dense. Returns the rows,
+    steps at the configuration's learning rate. Its loss then, and the norms of its first gradient
+    (of all weights, and of the feed-forward ones), have to equal dense's. Returns the rows,
     COLUMNS["train_step"]. Raises ValueError for unfit arguments, ArithmeticError for a provider
     that learns something else, RuntimeError without a GPU. Ours.
     """
@@ -141,6 +141,7 @@ class Trainer:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)
         self.draw(config.micro_batch)
+        self.autocast = functools.partial(torch.autocast, gpu.device.type, torch.bfloat16)
         sample = config.vocab_size, 64, min(config.context, 128)
         with self.autocast():
             tokens = imposed.draw_tokens(*sample, device=gpu.device, seed=1)
@@ -151,22 +152,21 @@ class Trainer:
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
         self.expected: tuple[float, ...] = ()  # results of the first provider
-        self.compiled = Compiled([*self.model.model.layers, self.model.model.norm])
+        # Around a compiled layer: within it, it could not keep its L1 term.
+        around = functools.partial(checkpoint, use_reentrant=False)
+        self.compiled = Compiled(
+            self.model, around=around if config.checkpoint_activations else None
+        )
         if config.checkpoint_activations:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-            # Around a compiled layer: within it, it could not keep its L1 term.
-            self.compiled.around = functools.partial(checkpoint, use_reentrant=False)
         self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
         SparseTraining(self.model).allow_recompiling()
 
     def draw(self, sequences: int) -> None:
-        """Take a batch of so many documents from now on; each predicts its own next tokens."""
+        """Take a batch of `sequences` documents from now on; each predicts its own next tokens."""
         size = self.config.vocab_size, sequences, self.config.context
         self.tokens = imposed.draw_tokens(*size, device=self.gpu.device)
         self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.gpu.device.type, torch.bfloat16)
 
     def become(self, provider: Provider, learning_rate: float) -> None:
         """Take the first weights, a fresh optimiser, and the provider's backend and compilation."""
@@ -181,7 +181,7 @@ class Trainer:
         self.model.set_ffn_backend("dense")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                # Dense layers have plain strides; the optimiser's state takes those of the weights.
+                # Dense layers have plain strides; the optimiser's state copies them.
                 parameter.data = self.start[name].to(self.gpu.device, copy=True)
         if provider.backend == "triton":
             self.model.set_ffn_backend("triton")
@@ -234,7 +234,7 @@ class Trainer:
         return float(steps[-1][0]), float(steps[0][1]), float(steps[0][2])
 
     def fits(self, sequences: int) -> bool:
-        """Return whether steps of so many documents, the batch from then on, fit into memory."""
+        """Take `sequences` documents from now on; return whether their steps fit into memory."""
         self.draw(sequences)
         try:
             for _ in range(2):
@@ -250,24 +250,19 @@ class Trainer:
     def largest(self) -> int:
         """Return the most documents, within 3%, whose step fits into memory; 0: none.
 
-        They are the batch from then on. The peak is a straight line in their number; the first
-        guess is where it meets the limit.
+        They are the batch from then on.
         """
-        limit, few = self.gpu.available(), max(self.config.micro_batch // 2, 1)
-        peaks: list[int] = []
-        for sequences in (few, 2 * few):
-            if not self.fits(sequences):
-                break
-            peaks.append(self.gpu.peak(self.step)[1])
-        guess = few * (len(peaks) + 1) - 1
-        if len(peaks) == 2:
-            guess = 2 * few + int((limit - peaks[1]) / max((peaks[1] - peaks[0]) / few, 1))
-        while guess > 0 and not self.fits(guess):
-            guess -= max(guess // 32, 1)
-        return guess
+        fits, too_many = 0, self.config.micro_batch
+        while self.fits(too_many):
+            fits, too_many = too_many, 2 * too_many
+        while too_many - fits > max(fits // 32, 1):
+            middle = (fits + too_many) // 2
+            fits, too_many = (middle, too_many) if self.fits(middle) else (fits, middle)
+        self.draw(fits)
+        return fits
 
     def prepare(self, provider: Provider) -> Call:
-        """Compare a provider's steps with those of the first one, which is dense."""
+        """Compare a provider's steps with the first provider's, which is dense."""
         what = f"{provider} of {self.name}"
         self.become(provider, self.config.learning_rate)
         results = self.steps()
@@ -289,10 +284,10 @@ class Trainer:
         self.become(provider, 0.0)
         self.step()  # allocates the optimiser's state
         config, profile = self.config, self.pattern.profile
+        fields = "context", "micro_batch", "precision", "checkpoint_activations"
         row = model_columns(self.name, self.model, profile) | columns
-        row |= {name: getattr(config, name) for name in ("context", "micro_batch", "precision")}
+        row |= {name: getattr(config, name) for name in fields}
         row |= {
-            "checkpoint_activations": config.checkpoint_activations,
             "active": round(float(np.mean(self.active)), 2),
             "active_max": round(max(self.active), 2),
             "provider": provider.name,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import tempfile
+import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -47,14 +46,17 @@ def tune(
             delattr(config, ACTIVITY)
         return None
     if measure:
-        _measure(ffns)
-    counted: dict[SparseFFN, Tensor] = {}
+        times = functools.cache(calibrate)
+        for ffn in ffns:
+            options = {"gated": ffn.gated, "quantized": ffn.quantized}
+            ffn.calibration = times(ffn.hidden_size, ffn.intermediate_size, **options)
+    counted: dict[SparseFFN, list[int]] = {}
 
     def count(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
         rows = inputs[0].reshape(-1, ffn.hidden_size)
         counters = torch.zeros(4, dtype=torch.int64, device=rows.device)
         count_activity(sampled_blocks(rows), lambda x: ffn.act.gate(ffn.first(x)), counters)
-        counted[ffn] = torch.cat([counters, counters.new_tensor([min(len(rows), BLOCK)])])
+        counted[ffn] = [*counters.tolist(), min(len(rows), BLOCK)]
 
     training = model.training
     with ExitStack() as hooks:
@@ -70,7 +72,7 @@ def tune(
             "that every layer sees"
         )
     activity = []
-    for tokens, blocks, active, union, size in (counted[ffn].tolist() for ffn in ffns):
+    for tokens, blocks, active, union, size in (counted[ffn] for ffn in ffns):
         activity.append([size, active / tokens, union / blocks])
     apply_activity(ffns, activity)
     if config is not None:
@@ -88,16 +90,3 @@ def tune(
 def _text(plan: tuple[tuple[int, str], ...]) -> str:
     *pairs, (_, last) = plan
     return ", ".join([*(f"{path} to {most:,}" for most, path in pairs), last])
-
-
-def _measure(ffns: list[SparseFFN]) -> None:
-    """Give the layers the times of their paths on this GPU."""
-    made = {}
-    for ffn in ffns:
-        shape = ffn.hidden_size, ffn.intermediate_size, ffn.gated, ffn.quantized
-        if shape not in made:
-            with tempfile.TemporaryDirectory() as folder:
-                out = Path(folder, "calibration.json")
-                options = {"gated": ffn.gated, "quantized": ffn.quantized, "out": out}
-                made[shape] = calibrate(*shape[:2], **options)
-        ffn.calibration = made[shape]

@@ -75,15 +75,10 @@ def _seeded(x: Tensor) -> Iterator[None]:
 
     torch.manual_seed would also seed the other devices, now or when they are first used.
     """
-    numbers = (
-        torch.cuda.default_generators[x.get_device()] if x.is_cuda else torch.default_generator
-    )
-    state = numbers.get_state()
-    numbers.manual_seed(0)
-    try:
+    generators = torch.cuda.default_generators if x.is_cuda else [torch.default_generator]
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        generators[max(x.get_device(), 0)].manual_seed(0)
         yield
-    finally:
-        numbers.set_state(state)
 
 
 def _expected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +92,7 @@ def _expected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
             problem = problem or error
             continue
         if not isinstance(y, Tensor) or y.shape != tokens.shape:
-            given = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+            given = getattr(y, "shape", type(y).__name__)
             raise ValueError(f"a {kind} returns {given} for {tuple(tokens.shape)} values")
         return tokens, y.double()
     raise ValueError(f"a {kind} cannot compute {tuple(x.shape)} values: {problem}") from problem

@@ -87,16 +87,35 @@ def load(
     for a Llama with an adapter of peft beside its weights.
     """
     folder = resolve(name_or_path)
-    if not _is_llama(folder):
-        model = _load_other(name_or_path, folder, backend or "dense", dtype)
-        return model.eval(), _tokenizer_of(folder)
     _refuse_adapter(folder)
+    if _is_llama(folder):
+        model = _load_llama(folder, backend, dtype)
+    else:
+        load_empty(folder)  # refuses what cannot become sparse, before weights load
+        model = sparsify(load_stock(name_or_path, dtype or "auto"), backend=backend or "dense")
+    ffns = sparse_ffns(model)
+    if ffns[0].backend == "auto" and (calibration := _calibration_of(folder)):
+        if (calibration.dtype == FLOAT8) == ffns[0].quantized:
+            for ffn in ffns:
+                ffn.calibration = calibration
+        else:
+            option = " --fp8" if ffns[0].quantized else ""
+            warnings.warn(
+                f"{folder / CALIBRATION} has times of {calibration.dtype}, unlike the weights, and "
+                f"is not used; `twell measure calibrate{option}` measures them",
+                stacklevel=2,
+            )
+    return model.eval(), _tokenizer_of(folder)
+
+
+def _load_llama(
+    folder: Path, backend: str | None, dtype: torch.dtype | None
+) -> SparseLlamaForCausalLM:
     config = read_config(folder)
     if backend is not None:
         config.ffn_backend = backend
     tensors = read_weights(folder, config)
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
+    if getattr(config, "quantization_config", None) is not None:
         if dtype not in (None, torch.bfloat16):
             raise ValueError(f"dtype is {dtype}, and {folder} has FP8 weights; expected bfloat16")
         dtype = torch.bfloat16
@@ -107,17 +126,7 @@ def load(
         )
     if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION))
-    if config.ffn_backend == "auto" and (calibration := _calibration_of(folder)):
-        if (calibration.dtype == FLOAT8) == (quantization is not None):
-            model.set_ffn_backend("auto", calibration)
-        else:
-            option = " --fp8" if quantization else ""
-            warnings.warn(
-                f"{folder / CALIBRATION} has times of {calibration.dtype}, unlike the weights, and "
-                f"is not used; `twell measure calibrate{option}` measures them",
-                stacklevel=2,
-            )
-    return model.eval(), _tokenizer_of(folder)
+    return model
 
 
 def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
@@ -202,18 +211,6 @@ def stock_config(folder: Path) -> tuple[PreTrainedConfig, type]:
     return config, AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
-def _load_other(
-    name: str | Path, folder: Path, backend: str, dtype: torch.dtype | None
-) -> PreTrainedModel:
-    """Return a model of another family than Llama. Raises ValueError for missing weights."""
-    load_empty(folder)  # refuses what cannot become sparse, before weights load
-    model = sparsify(load_stock(name, dtype or "auto"), backend=backend)
-    if backend == "auto" and (calibration := _calibration_of(folder)):
-        for ffn in sparse_ffns(model):
-            ffn.calibration = calibration
-    return model
-
-
 # --- files
 
 
@@ -237,7 +234,7 @@ def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pat
         warnings.warn(
             f"{folder}: the tensor {name} is stored as {tensors[name].dtype} and rounded to the "
             f"type in config.json, {config.dtype}; dtype={widest} keeps the stored values",
-            stacklevel=3,
+            stacklevel=4,
         )
     return config.dtype
 
