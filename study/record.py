@@ -70,7 +70,6 @@ MEASURED: dict[str, list[str]] = {
     "relu2": [f"{FFN} {SOME} --non-gated --activation relu2 {SIZE(3072, 9216)} --active 369,184"],
     "drelu": [f"{FFN} {SOME} --activation drelu {SIZE(4096, 14336)} --active 1434,573,287"],
     "smollm2-layer": [f"{FFN} {SOME} {SIZE(576, 1536)} --active 150,40"],
-    "merged": [f"{FFN} {SOME} --merged"],
     "calibrate": [
         CALIBRATE("", ""),
         CALIBRATE(" --fp8", "_fp8"),

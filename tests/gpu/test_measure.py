@@ -1,19 +1,23 @@
 """Whole models on a GPU: every measurement of a small one, with the real kernels and clock."""
 
+import functools
+
 import pandas as pd
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig
 
 pytest.importorskip("triton")
 
 from twell.__main__ import main
-from twell.measure import decode, imposed, model, runner
+from twell.measure import decode, imposed, model, runner, serving
 from twell.measure.calibration import calibrate
 from twell.measure.model import language_model
 from twell.measure.providers import TRITON_COMPILED, model_providers
 from twell.measure.sides import Sides, embed, random_model
 from twell.measure.step import crossover
 from twell.measure.trainer import train_step
+from twell.sparse.plan import Chooser
 
 pytestmark = pytest.mark.usefixtures("whole_card")
 SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_size=4096".split()
@@ -103,3 +107,23 @@ def test_the_command_line(tmp_path):
     words = f"measure model 0.5b --batches 1x256 --active 20 --compile --out {tmp_path}"
     assert main(words.split()) == 0
     assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["model.csv", "model_layers.csv"]
+
+
+def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
+    captured, path = set(), Chooser.path
+
+    def noting(self, num_tokens, situation):
+        result = path(self, num_tokens, situation)
+        if torch.cuda.is_current_stream_capturing():
+            captured.add((situation, num_tokens <= 64, result))
+        return result
+
+    monkeypatch.setattr(Chooser, "path", noting)
+    small = functools.partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=512)
+    monkeypatch.setattr(serving, "ContinuousBatchingConfig", small)
+    load = serving.Load(requests=8, shortest=16, longest=200, new_tokens=8, cuda_graph=True)
+    sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
+    rows = serving.serve("2b", sizes, load=load, active=24, seconds=1e-6)
+    assert [row["rounds"] for row in rows] == [1, 1, 1]
+    assert {situation for situation, *_ in captured} == {"graph"}
+    assert ("graph", True, "decode") in captured

@@ -75,7 +75,7 @@ MEASURED = re.compile("twell measure (?!quality)")  # which needs no GPU
 
 
 def recorded_commands():
-    commands = [command for _, commands in record.PARTS.values() for command in commands]
+    commands = [command for commands in record.MEASURED.values() for command in commands]
     return [c.removeprefix("twell ").split() for c in commands if MEASURED.match(c)]
 
 

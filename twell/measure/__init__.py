@@ -15,6 +15,7 @@ versions, commit and command.
     sides, model, decode
                         whole models: forward passes, layers, decoding
     trainer             one optimiser step of a model
+    serving             requests a second of transformers' continuous batching
     precision           the cross-entropy that FP8 costs, on any device
 
 The public functions load at first use: importing twell.measure.providers loads no torch.
@@ -34,6 +35,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".precision": "quality",
         ".rows": "COLUMNS",
         ".runner": "bench kernel_name",
+        ".serving": "Load serve",
         ".step": "crossover ffn_steps",
         ".trainer": "train_step",
     },

@@ -22,7 +22,8 @@ LAYER_TIMES = "dense sparse auto auto_path relative_rms"
 # The printed columns of a row, where they have values.
 SHOWN = (
     "metric value unit model tokens batch context pattern active layer provider path p50 ms "
-    "roofline dense sparse auto tokens_per_ms tokens_per_second energy peak largest "
+    "roofline dense sparse auto tokens_per_ms requests_per_second first_token "
+    "tokens_per_second energy peak largest "
     "cross_entropy difference low high"
 ).split()
 
@@ -44,6 +45,9 @@ COLUMNS = {
         "model_layers": f"{MODEL} level layer wanted active p99 active_max union {LAYER_TIMES}",
         "decode": f"{MODEL} {ACTIVITY} steps mode provider path relative_rms layer_rms same "
         f"{SPEED} tokens_per_second {ENERGY} idle",
+        "serve": f"model parameters {SIZES} dtype profile attention cuda_graph requests shortest "
+        f"longest prompt_tokens new_tokens seed {ACTIVITY} rounds provider layer_rms {SPEED} "
+        f"without_ffn requests_per_second tokens_per_second first_token first_token_p95",
         "quality": "model parameters source tokens sequences provider cross_entropy difference low "
         "high dense_difference dense_low dense_high active",
     }.items()
