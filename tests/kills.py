@@ -33,7 +33,7 @@ SMALL = (
     "batch_tokens=512 tokens=32768 valid_tokens=1024 valid_every=16 log_every=2 checkpoint_every=2 "
     "l1_coefficient=1e-2 l1_warmup_steps=20 reinit=0.1 dead_window_tokens=2048"
 ).split()
-FILES = {"config.yaml", "provenance.json", "log.csv", "model"}
+FILES = {"config.yaml", "provenance.json", "log.csv", "valid.npy", "model"}
 
 
 def start(config: TrainConfig, folder: Path) -> int:

@@ -10,9 +10,9 @@ from twell.config import CONFIGS, TrainConfig, l1_schedule
 
 
 def test_configurations_load(tmp_path):
-    overrides = ["l1_coefficient=3e-4", "tokens=1e6", "valid_source=null", "seed='7'", "seed=8"]
+    overrides = ["l1_coefficient=3e-4", "tokens=1e6", "valid_source=null", "seed='7'"]
     config = TrainConfig.load("quick", overrides)
-    assert (config.l1_coefficient, config.tokens, config.seed) == (3e-4, 1_000_000, 8)
+    assert (config.l1_coefficient, config.tokens, config.seed) == (3e-4, 1_000_000, 7)
     assert config.hidden_size == 128 and config.valid_source is None
     (tmp_path / "child.yaml").write_text(f"base: {CONFIGS / 'quick.yaml'}\nseed: 9\n")
     expected = dataclasses.replace(TrainConfig.load("quick"), seed=9)
@@ -50,6 +50,7 @@ def test_the_paper_configuration_is_table_2():
 MISTAKES = r"""
 l1_coeficient=1 | 'l1_coefficient'
 1=2 | unknown field '1'
+seed=1 seed=2 | seed=2
 nonsense | 'nonsense'
 seed=[1 | seed=\[1
 seed=2001-13-01 | seed=2001-13-01

@@ -187,11 +187,14 @@ class TrainConfig:
         if Path(name).is_file() and (Path(name).parent / "provenance.json").is_file():
             # Runs of versions without this field parsed special tokens.
             fields.setdefault("parse_special", True)
+        given: dict[str, str] = {}
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
                 raise ValueError(f"{override!r} is no override; write key=value, such as seed=1")
-            fields[key] = _yaml(value, override)
+            if key in given:
+                raise ValueError(f"{key} is given twice: {given[key]} and {override}")
+            given[key], fields[key] = override, _yaml(value, override)
         for key in fields:
             if key not in _TYPES:
                 raise ValueError(f"unknown field {key!r} in the configuration{_hint(key, _TYPES)}")
@@ -359,9 +362,11 @@ def _coerce(name: str, kind: type, value):
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """Return the name that is spelled alike, or else all names."""
+    """Return a name that is spelled alike or begins with `name`, and all names."""
     near = difflib.get_close_matches(str(name), known, 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+    near += [one for one in known if name and one.startswith(str(name))]
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{hint}; there are {', '.join(known)}"
 
 
 def _yaml(text: str, name: str | Path):

@@ -102,7 +102,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     """Write a run's model to the folder `out`: bf16 weights, tokenizer, config and model card.
 
     Args:
-        run: the run's folder; its validation text has to be at hand.
+        run: the run's folder; of an older version, its validation text has to be at hand.
         text: the training text in a sentence, for the card.
         twin: a run that differs by its L1 coefficient (and by when it was evaluated), usually the
             dense one. The card names it, shows its losses, and says the price: how much higher the
@@ -115,6 +115,8 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     if out.exists() or out.is_symlink():
         raise FileExistsError(f"{out} already exists; choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)  # before the evaluation, should that be no folder
+    if twin is not None and Path(twin).resolve() == run.resolve():
+        raise ValueError(f"--twin {twin} is the run itself; give a run with another L1 coefficient")
     runs = [_Run(Path(path)) for path in (run, twin) if path is not None]
     row, other = runs[0].row, runs[-1].row
     for name in TrainConfig.__dataclass_fields__:

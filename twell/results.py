@@ -10,6 +10,7 @@ A run folder holds
                       the run is complete
     log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole
                       model); in data/, compressed: log.csv.xz
+    valid.npy         the tokens of its validations, for traces (not tracked by git)
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
 and, until it is complete, the files of train/checkpoint.py and train/lock.py. No other file in it
 is ever deleted.
@@ -51,9 +52,10 @@ FSDP_DEFAULTS = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 LOCK = "train.lock"
+VALID = "valid.npy"
 LIVE = "runs/live"  # where `make reproduce` trains
 # Only files of these names are replaced or deleted in a run's folder.
-RUN_FILES = "config.yaml provenance.json log.csv log.csv.xz aggregate.npz".split()
+RUN_FILES = ["config.yaml", "provenance.json", "log.csv", "log.csv.xz", "aggregate.npz", VALID]
 MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of-*.safetensors
     model.safetensors.index.json tokenizer.json tokenizer_config.json special_tokens_map.json
     chat_template.jinja additional_chat_templates/*.jinja modeling_twell.py

@@ -151,7 +151,7 @@ def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train(tiny_config, tmp_path / "run", quiet=True)
     left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"config.yaml", "provenance.json", "log.csv"}
+    assert left == {"config.yaml", "provenance.json", "valid.npy", "log.csv"}
 
 
 # --- damaged

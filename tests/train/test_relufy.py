@@ -14,7 +14,6 @@ from transformers import (
     AutoTokenizer,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
 )
 
@@ -159,17 +158,6 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
         losses.append(original(ids[None], labels=ids[None]).loss.item())
     logged = series(log, "cross_entropy_teacher", "valid")
     assert logged.to_numpy() == pytest.approx(np.mean(losses), rel=1e-4)
-
-
-def test_the_result_is_a_model_like_any_other(trained):
-    model, tokenizer = load(trained)
-    stock = LlamaForCausalLM.from_pretrained(
-        trained / "model", config=LlamaConfig.from_pretrained(trained / "model")
-    )
-    ids = torch.tensor([tokenizer("bain da fo kun").input_ids])
-    with torch.no_grad():
-        assert torch.allclose(model(ids).logits, stock(ids).logits, atol=1e-5)
-    assert model.config.hidden_act == "relu" and model.config.num_key_value_heads == 1
 
 
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}

@@ -1,9 +1,11 @@
 """Activity is brought to the wanted share: by the L1 coefficient, or by the threshold."""
 
 import dataclasses
+import functools
 import math
 
 import pytest
+import torch
 
 from tests.factories.train import series
 from twell import results
@@ -102,6 +104,11 @@ def test_a_run_says_that_it_missed_the_wanted_share(share, remedy):
 def test_without_l1_the_threshold_rises_until_few_are_active(
     config, tmp_path, monkeypatch, compiled
 ):
+    if compiled:  # inductor takes minutes
+        compile = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+        monkeypatch.setattr(torch.nn.Module, "compile", compile)
+        whole = functools.partial(torch.compile, backend="aot_eager")
+        monkeypatch.setattr(torch, "compile", whole)
     words = "active_share=0.1 l1_coefficient=0 threshold=0.05 l1_stage_steps=5 tokens=30720"
     given = dataclasses.replace(config(*words.split()), compile=compiled)
     validate, validated = Run.validate, {}

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import math
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, set_seed
@@ -139,6 +141,9 @@ class Run:
             results.remove_run(self.folder)  # only now that all checks have passed
             self.checkpoints.remove()
         results.write_run(self.folder, dataclasses.asdict(self.config), self.origin)
+        valid = io.BytesIO()
+        np.save(valid, self.valid_blocks.tokens[: self.config.valid_tokens])
+        results.write_atomically(self.folder / results.VALID, valid.getvalue())
         self.log = Log(self.folder / "log.csv", log_size)
         where = f"from step {self.done} " if self.done else ""
         self.say(

@@ -79,7 +79,7 @@ def write_samples(config: TrainConfig, say: Callable[[str], None]) -> None:
 
     An interrupted call goes on where it stopped: every batch has its own seed.
     """
-    path = cache_folder() / (config.samples or Path(config.source).name)
+    path = cache_folder() / config.samples if config.samples else Path(config.source)
     is_sampled = config.teacher is not None and path.name.startswith(PREFIX)
     if not is_sampled or path.is_file() or path != samples_file(config):
         return

@@ -42,9 +42,10 @@ def train(
     once. Raises FileNotFoundError where there is no run to resume. Raises FileExistsError when the
     folder holds something else, another process trains in it, or it holds a run and neither
     `resume` nor `overwrite` is set. Raises ValueError for a run of another configuration or with
-    damaged checkpoints.
+    damaged checkpoints, and MemoryError for weights that do not fit this machine.
     """
     folder = Path(folder)
+    _check_memory(config)
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         # By default Accelerate would gather all layers at once, until the backward pass is over.
         os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
@@ -88,6 +89,8 @@ def hold(folder: Path) -> Iterator[None]:
     stops nobody. Makes the folder if needed, and removes it again if it stays empty. Raises
     FileExistsError, naming the process, when another one holds it.
     """
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; a run is a folder")
     new = not folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / results.LOCK
@@ -121,8 +124,8 @@ def _check_folder(config: TrainConfig, folder: Path, overwrite: bool, resume: bo
     state = results.run_state(folder)
     if state == "else":
         raise FileExistsError(
-            f"{folder} is no run (it has no provenance.json), so it is left alone: put back a copy "
-            "of this file, or choose another folder"
+            f"{folder} is left alone: it is not empty, and no run, which has config.yaml, "
+            "provenance.json and log.csv; choose another folder"
         )
     if state == "nothing" and resume:
         raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
@@ -130,6 +133,15 @@ def _check_folder(config: TrainConfig, folder: Path, overwrite: bool, resume: bo
         raise FileExistsError(
             f"{folder} already holds a run; choose another folder, --resume or --overwrite it"
         )
+
+
+def _check_memory(config: TrainConfig) -> None:
+    """Refuse weights that exceed this machine's memory: allocating them can halt it."""
+    projections = (3 if config.gated else 2) * config.intermediate_size + 4 * config.hidden_size
+    weights = config.hidden_size * (config.vocab_size + config.num_layers * projections)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 4 * weights > memory:
+        raise MemoryError(f"{weights:.3g} weights in fp32, and {memory / 2**30:.3g} GiB of memory")
 
 
 def _as_begun(config: TrainConfig, path: Path) -> TrainConfig:

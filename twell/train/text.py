@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from pathlib import Path
@@ -29,18 +30,32 @@ def _sha256(tokens: np.ndarray) -> str:
 
 def run_text(
     run: str | Path, valid_tokens: int | None = None
-) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]:
-    """Return a run's tokenizer, training blocks and validation blocks.
+) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream | None, corpus.Blocks]:
+    """Return a run's tokenizer, training blocks (None: not read) and validation blocks.
 
-    valid_tokens: the number of validation tokens, instead of the run's own. Raises ValueError when
-    the validation text has changed since the run started; the training tokens are not read.
+    The tokens of the run's own validations are in its folder, unless an older version wrote it.
+    valid_tokens: another number of validation tokens, for which the text has to be at hand. Raises
+    ValueError when the validation text has changed since the run started.
     """
-    config = TrainConfig.load(Path(run) / "config.yaml")
+    run = Path(run)
+    config = TrainConfig.load(run / "config.yaml")
+    if valid_tokens is None and (kept := _kept_tokens(run)) is not None:
+        tokenizer = corpus.load_tokenizer(str(run / "model"), config.vocab_size)
+        return tokenizer, None, corpus.Blocks(kept, config.context)
     number = config.valid_tokens if valid_tokens is None else valid_tokens
     tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
     hashes = {"validation": _sha256(valid.tokens[: config.valid_tokens])}
     check_inputs(run, {"text_sha256": hashes})
     return tokenizer, blocks, valid
+
+
+def _kept_tokens(run: Path) -> np.ndarray | None:
+    """Return the validation tokens in a run's folder, None unless they are there and whole."""
+    with contextlib.suppress(OSError, ValueError, EOFError, KeyError):
+        tokens = np.load(run / results.VALID)
+        if _sha256(tokens) == results.load_provenance(run)["text_sha256"]["validation"]:
+            return tokens
+    return None
 
 
 def check_inputs(run: str | Path, hashes: dict) -> None:
