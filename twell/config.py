@@ -105,9 +105,8 @@ class TrainConfig:
 
     def _conflicts(self) -> Iterator[str]:
         """Yield a message for each pair of fields that do not fit together."""
-        if self.teacher is None and self.hidden_size % (
-            2 * self.num_heads
-        ):  # a teacher has its own
+        # A teacher may set its head size.
+        if self.teacher is None and self.hidden_size % (2 * self.num_heads):
             yield (
                 f"hidden_size {self.hidden_size} is no multiple of twice num_heads "
                 f"{self.num_heads}: rotary positions need heads of an even size"

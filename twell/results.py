@@ -55,7 +55,7 @@ LOCK = "train.lock"
 VALID = "valid.npy"
 LIVE = "runs/live"  # where `make reproduce` trains
 # Only files of these names are replaced or deleted in a run's folder.
-RUN_FILES = ["config.yaml", "provenance.json", "log.csv", "log.csv.xz", "aggregate.npz", VALID]
+RUN_FILES = ["config.yaml", "log.csv", "log.csv.xz", "aggregate.npz", VALID, "provenance.json"]
 MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of-*.safetensors
     model.safetensors.index.json tokenizer.json tokenizer_config.json special_tokens_map.json
     chat_template.jinja additional_chat_templates/*.jinja modeling_twell.py
@@ -278,16 +278,21 @@ def run_state(folder: str | Path) -> str:
 
 
 def remove_run(folder: str | Path) -> None:
-    """Delete a run's files by their names, and its unfinished files. All other files stay."""
+    """Delete a run's files by their names, and its unfinished files. All other files stay.
+
+    Without its config.yaml it no longer resumes; with its provenance.json it still is a run.
+    """
     remove_unfinished(folder)
-    for name in RUN_FILES:
-        (Path(folder) / name).unlink(missing_ok=True)
+    *files, last = [Path(folder) / name for name in RUN_FILES]
+    for file in files:
+        file.unlink(missing_ok=True)
     model = Path(folder) / "model"
     for path in [path for pattern in MODEL_FILES for path in model.glob(pattern)]:
         path.unlink()
     for path in (model / "additional_chat_templates", model):
         with contextlib.suppress(OSError):  # absent, a link, or with files of somebody else
             path.rmdir()
+    last.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: str | Path) -> None:

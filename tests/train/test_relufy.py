@@ -41,52 +41,17 @@ def ids_of(*shape):
     return torch.randint(320, shape, generator=torch.Generator().manual_seed(SEED))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_the_loss_is_the_divergence_from_the_original(
-    config, tmp_path, tiny_text, kind, monkeypatch
-):
-    monkeypatch.setattr(relufy, "CHUNK", 7)  # no divisor of the tokens
-    folder = write_pretrained(tmp_path / "model", tiny_text, kind)
-    model = Student.of(config("l1_coefficient=0.5", model=folder), torch.device("cpu"))
-    dense = AutoModelForCausalLM.from_pretrained(folder)
-    ids = ids_of(3, 20)
-    output = model.train()(ids, ids, l1_scale=0.1)
-    output.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.student.named_parameters()}
-
-    student = model.student
-    student.zero_grad()
-    with torch.no_grad():
-        wanted = torch.log_softmax(dense(ids).logits.double(), -1)
-    with collect_l1(student) as terms:
-        hidden = student.base_model(ids).last_hidden_state
-    logprob = torch.log_softmax(student.lm_head(hidden).double(), -1)
-    kl = (wanted.exp() * (wanted - logprob)).sum(-1).mean()
-    cross_entropy = F.nll_loss(logprob[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-    l1 = terms.mean()
-    loss = kl + 0.1 * 0.5 * l1
-    loss.backward()
-    for name, expected in ("kl", kl), ("cross_entropy", cross_entropy), ("l1", l1), ("loss", loss):
-        assert getattr(output, name).item() == pytest.approx(expected.item(), rel=1e-5), name
-    for name, parameter in student.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
-    assert model.eval()(ids).kl.item() == pytest.approx(kl.item(), rel=1e-5)
-    # The teacher is neither trained nor saved.
-    assert not any(name.startswith("teacher") for name in model.state_dict())
-
-
 WAYS = [(kind, False, False) for kind in FAMILIES]
 WAYS += [("llama", False, True), ("llama", True, False), ("llama", True, True)]
 
 
 @pytest.mark.parametrize("kind, compiled, again", WAYS)
-def test_hidden_states_are_compared_layer_by_layer(
-    config, tmp_path, tiny_text, monkeypatch, kind, compiled, again
-):
-    """The distance, its part in the loss and its gradient; nothing is left of a pass.
+def test_the_loss_and_its_gradient(config, tmp_path, tiny_text, monkeypatch, kind, compiled, again):
+    """Divergence, L1 term and the distance of hidden states, against their definitions.
 
     again: backward passes compute the layers again.
     """
+    monkeypatch.setattr(relufy, "CHUNK", 7)  # no divisor of the tokens
     if compiled:
         torch.compiler.reset()
         backend = {"backend": "aot_eager"}  # inductor takes minutes
@@ -100,32 +65,43 @@ def test_hidden_states_are_compared_layer_by_layer(
     prepare_layers(model, given, SparseTraining(model))
     ids = ids_of(3, 20)
     model.eval()(ids)
-    output = model.train()(ids, ids)
+    output = model.train()(ids, ids, l1_scale=0.1)
     assert not any(model.outputs)  # they would take memory until the next pass
     output.loss.backward()
-    assert model.train()(ids, ids).hidden.item() == pytest.approx(output.hidden.item())
 
-    outputs = {"ours": [], "wanted": []}
-    for name, one in ("ours", plain.model), ("wanted", plain.teacher[0].base_model):
-        hooks = [
-            layer.register_forward_hook(lambda _, i, out, n=name: outputs[n].append(out))
-            for layer in one.layers
-        ]
-        one(input_ids=ids)
-        for hook in hooks:
-            hook.remove()
-    pairs = zip(outputs["ours"], outputs["wanted"], strict=True)
-    far = [((a - b).norm(dim=-1) / b.norm(dim=-1)).square().mean() for a, b in pairs]
-    assert len(far) == 2 and min(far) > 1e-4
-    hidden = torch.stack(far).mean()
-    assert output.hidden.item() == pytest.approx(hidden.item(), rel=1e-4)
-    loss = output.kl + 0.5 * output.l1 + 0.3 * output.hidden
-    assert output.loss.item() == pytest.approx(loss.item(), rel=1e-6)
-    gradient = [p.grad.clone() for p in model.student.parameters()]
-    plain.hidden_weight = 0.0
-    (plain.train()(ids, ids).loss + 0.3 * hidden).backward()
-    for one, other in zip(gradient, plain.student.parameters(), strict=True):
-        torch.testing.assert_close(one, other.grad, rtol=1e-3, atol=1e-6)
+    student, dense = plain.student, AutoModelForCausalLM.from_pretrained(folder)
+    ours, wanted = [], []
+    for one, outputs in (student, ours), (dense, wanted):
+        for layer in one.base_model.layers:
+            layer.register_forward_hook(lambda _, i, out, to=outputs: to.append(out))
+    with torch.no_grad():
+        target = torch.log_softmax(dense(ids).logits.double(), -1)
+    with collect_l1(student) as terms:
+        logits = student.lm_head(student.base_model(ids).last_hidden_state)
+    logprob = torch.log_softmax(logits.double(), -1)
+    expected = {
+        "kl": (target.exp() * (target - logprob)).sum(-1).mean(),
+        "cross_entropy": F.nll_loss(logprob[:, :-1].flatten(0, 1), ids[:, 1:].flatten()),
+        "l1": terms.mean(),
+        "hidden": torch.stack(
+            [
+                ((a - b).norm(dim=-1) / b.norm(dim=-1)).square().mean()
+                for a, b in zip(ours, wanted, strict=True)
+            ]
+        ).mean(),
+    }
+    loss = expected["kl"] + 0.1 * 0.5 * expected["l1"] + 0.3 * expected["hidden"]
+    for name, value in (expected | {"loss": loss}).items():
+        assert value > 1e-4 and getattr(output, name).item() == pytest.approx(
+            value.item(), rel=1e-4
+        )
+    loss.backward()
+    for one, other in zip(model.student.parameters(), student.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6)
+    kl = model.eval()(ids).kl.item()
+    assert kl == pytest.approx(expected["kl"].item(), rel=1e-5)
+    # The teacher is neither trained nor saved.
+    assert not any(name.startswith("teacher") for name in model.state_dict())
     torch.compiler.reset()
 
 
@@ -265,8 +241,10 @@ def test_a_student_has_no_dropout(config, tiny_text, tmp_path, kind):
     ],
 )
 def test_fields_that_do_not_fit(teacher, tiny_text, field, message):
+    given = {word.partition("=")[0]: word for word in [f"source={tiny_text}", *BRIEF]}
+    given |= {word.partition("=")[0]: word for word in field.split()}
     with pytest.raises(ValueError, match=message):
-        relufy_config(teacher, [f"source={tiny_text}", *BRIEF, *field.split()])
+        relufy_config(teacher, [*given.values()])
 
 
 def test_models_that_do_not_fit(config, tmp_path, tiny_text):

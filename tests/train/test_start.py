@@ -4,6 +4,7 @@ import dataclasses
 import json
 import multiprocessing
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -142,6 +143,22 @@ def test_a_run_of_an_older_version_goes_on(tiny_config, tmp_path, monkeypatch):
     assert [one["commit"] for one in row["starts"]] == ["first", "second", "third"]
     assert [one.get("step") for one in row["starts"]] == [None, 4, 12]
     assert row["complete"] and results.load_run(run)[0]["balance_every"] == 0
+
+
+@pytest.mark.parametrize("moment", [1, 4, 9])
+def test_a_kill_while_a_run_is_deleted_leaves_a_run(tiny_run, tmp_path, monkeypatch, moment):
+    """One that --overwrite replaces, and --resume does not take for complete."""
+    run, unlink, moments = shutil.copytree(tiny_run, tmp_path / "run"), Path.unlink, iter(range(99))
+
+    def kill(path, **options):
+        if next(moments) == moment:
+            raise ZeroDivisionError
+        unlink(path, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Path, "unlink", kill)
+        results.remove_run(run)
+    assert results.run_state(run) == "run" and not (run / "config.yaml").exists()
 
 
 def test_a_model_folder_that_is_a_link_stays_one(short, tiny_run, tmp_path):
