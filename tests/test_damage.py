@@ -91,7 +91,7 @@ DAMAGES = [
     ("run/model/tokenizer_config.json", (empty,), TRACE),
     ("cache/*/train.npy", (half,), TRAIN),
     ("cache/*/valid.npy", (flipped,), TRAIN),
-    ("cache/*/tokenizer.json", (flipped,), VALID),
+    ("cache/*/tokenizer.json", (flipped,), TRAIN),
     ("cache/*/sha256.json", (half,), TRAIN),
     ("text.jsonl", (half, surrogates), TRAIN),
     ("aggregate.npz", (half, empty), INSPECT),
