@@ -10,7 +10,6 @@ first difference.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import shutil
@@ -21,6 +20,7 @@ import time
 from pathlib import Path
 
 import torch
+import typer
 from safetensors.torch import load_file
 
 from twell import results
@@ -33,7 +33,7 @@ SMALL = (
     "batch_tokens=512 tokens=32768 valid_tokens=1024 valid_every=16 log_every=2 checkpoint_every=2 "
     "l1_coefficient=1e-2 l1_warmup_steps=20 reinit=0.1 dead_window_tokens=2048"
 ).split()
-FILES = {"config.yaml", "provenance.json", "log.csv", "model"}
+FILES = {"config.yaml", "provenance.json", "log.csv", "valid.npy", "model"}
 
 
 def start(config: TrainConfig, folder: Path) -> int:
@@ -59,20 +59,17 @@ def finish(config: TrainConfig, folder: Path) -> None:
 
 def differences(folder: Path, expected: Path) -> list[str]:
     """Return the names of what differs between two runs, clock aside."""
-    weights, expected_weights = (
-        load_file(path / "model" / "model.safetensors") for path in (folder, expected)
-    )
-    names = [
-        name for name, weight in expected_weights.items() if not torch.equal(weights[name], weight)
-    ]
+    files = [load_file(path / "model" / "model.safetensors") for path in (folder, expected)]
+    names = [name for name, weight in files[1].items() if not torch.equal(files[0][name], weight)]
     logs = [
         results.load_run(path)[1].query("metric != 'tokens_per_second'").reset_index(drop=True)
         for path in (folder, expected)
     ]
     if not logs[0].equals(logs[1]):
         names.append("log.csv")
-    files = {path.name for path in folder.iterdir()}
-    if files != FILES or not results.load_run(folder)[0]["complete"]:
+    if {path.name for path in folder.iterdir()} != FILES or not results.load_run(folder)[0][
+        "complete"
+    ]:
         names.append("left-over files or an incomplete run")
     return names
 
@@ -109,24 +106,17 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
         yield delay, step
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=None)
-    options = parser.parse_args()
+def main(kills: int = 50, seed: int | None = None) -> None:
+    """Kill a small training at random moments, and compare what resumes with one that ran on."""
     torch.set_num_threads(1)
     config = TrainConfig.load("quick", SMALL)
     config.prepare_text()
     with tempfile.TemporaryDirectory() as folder:
-        rounds = kill_rounds(config, Path(folder), options.kills, options.seed)
+        rounds = kill_rounds(config, Path(folder), kills, seed)
         for number, (delay, step) in enumerate(rounds, 1):
-            print(
-                f"kill {number}/{options.kills} after {delay:.2f} s, checkpoint of step {step}: "
-                "resumed exactly",
-                flush=True,
-            )
-    return 0
+            kill = f"kill {number}/{kills} after {delay:.2f} s"
+            print(f"{kill}, checkpoint of step {step}: resumed exactly", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

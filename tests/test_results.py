@@ -15,28 +15,22 @@ PROVENANCE = {"device": "here", "versions": {"python": "3"}, "commit": "abc", "c
 HEADER = "step,tokens,split,layer,metric,value\n"
 
 
-def write_run(folder, log="4,8,train,,loss,1\n", config=None):
-    results.write_run(folder, config or {"seed": 1}, PROVENANCE | {"complete": True})
+def write_run(folder, log="4,8,train,,loss,1\n4,8,train,1,x,2\n", **config):
+    results.write_run(folder, {"seed": 1} | config, PROVENANCE | {"complete": True})
     (folder / "log.csv").write_text(HEADER + log)
     return folder
 
 
-def test_paper_values():
-    assert len(results.paper()) > 300
-    row = results.paper().query("metric == 'avg_nonzeros' and source == 'Table 3' and l1 == 2e-5")
-    assert row["value"].tolist() == [29]
-
-
-def test_root_is_found_from_below_and_missing_elsewhere(tmp_path):
+def test_the_root_is_found_from_below_and_missing_elsewhere(tmp_path):
     root = results.root()
     assert (root / "pyproject.toml").is_file() and results.root(root / "twell") == root
     assert results.is_recorded(root / "data" / "runs" / "new")
     assert not results.is_recorded(root / "build") and not results.is_recorded(tmp_path / "data")
-    with pytest.raises(FileNotFoundError, match="no data/paper.yaml in"):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         results.root(tmp_path)
 
 
-# --- provenance ---------------------------------------------------------------------------------
+# --- provenance
 
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "no",  # set by Accelerate's launcher
@@ -51,17 +45,10 @@ LAUNCH = (
     "accelerate launch --use_fsdp --fsdp_version 2 --fsdp_transformer_layer_cls_to_wrap "
     "LlamaDecoderLayer --num_machines 2 --num_processes 2"
 )
+STARTS = [({"WORLD_SIZE": "16"}, "python"), (FSDP, LAUNCH)]  # the first is a cluster's variable
 
 
-@pytest.mark.parametrize(
-    ("environment", "start"),
-    [
-        ({}, "python"),
-        ({"WORLD_SIZE": "16"}, "python"),  # a cluster's variable
-        ({"ACCELERATE_MIXED_PRECISION": "no"}, "accelerate launch --num_processes 1"),
-        (FSDP, LAUNCH),
-    ],
-)
+@pytest.mark.parametrize(("environment", "start"), STARTS)
 def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
     for name in {*FSDP, *results.FSDP_DEFAULTS}:
         monkeypatch.delenv(name, raising=False)
@@ -72,18 +59,15 @@ def test_the_command_says_how_processes_were_started(monkeypatch, environment, s
     assert origin["command"] == f"{start} -m twell train 171m 'source=my texts/'"
     assert all(origin[field] for field in (*results.PROVENANCE_FIELDS, "date"))
     assert {"python", "torch", "numpy"} <= {*origin["versions"]}
-    assert results.provenance("make")["command"] == "make"
 
 
 def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_COMMIT", raising=False)
     monkeypatch.setattr(results, "__file__", str(tmp_path / "twell" / "results.py"))
-    assert results.commit() == "unknown"
     commits, one, other = [], tmp_path / "twell" / "results.py", tmp_path / "other.py"
     one.parent.mkdir()
     for path in (other, one):
-        # Of a package in a folder of another project.
-        assert results.commit() == "unknown"
+        assert results.commit() == "unknown"  # no repository, or another project's
         path.write_text("")
         user = "-c user.name=a -c user.email=a"
         for command in ("init", "add .", f"{user} commit -m x", "rev-parse HEAD"):
@@ -97,6 +81,19 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     assert results.commit() == "given"
 
 
+@pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
+def test_nothing_is_kept_without_provenance(tmp_path, missing):
+    origin = PROVENANCE | {missing: ""}
+    for write in (
+        lambda: results.write_run(tmp_path / "run", {}, origin),
+        lambda: results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin),
+        lambda: results.write_evaluation(tmp_path / "c.json", origin | {"lm_eval": {}}),
+    ):
+        with pytest.raises(ValueError, match=missing):
+            write()
+    assert not any(tmp_path.iterdir())
+
+
 def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
     results.write_atomically(tmp_path / "x", "old")
 
@@ -104,12 +101,12 @@ def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="x could not be written: No space"):
+    with pytest.raises(OSError, match="x .*No space"):
         results.write_atomically(tmp_path / "x", "new")
     assert (tmp_path / "x").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
 
 
-# --- rows ---------------------------------------------------------------------------------------
+# --- rows
 
 
 def test_rows_are_kept_with_their_provenance(tmp_path):
@@ -120,11 +117,8 @@ def test_rows_are_kept_with_their_provenance(tmp_path):
     assert rows["tokens"].tolist() == [1, 2, 3]
     assert rows["device"].tolist() == ["here", "here", "there"]
     assert {*rows["versions"]} == {"python 3"} and {*rows["command"]} == {"make"}
-    with pytest.raises(ValueError, match="a.csv has the columns .*; these rows have"):
+    with pytest.raises(ValueError, match="a.csv"):
         results.append_rows(path, [{"tokens": 3}], origin)
-    with pytest.raises(ValueError, match="provenance without commit"):
-        results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin | {"commit": None})
-    assert not (tmp_path / "b.csv").exists()
 
 
 def test_rows_that_two_processes_append_are_all_kept(tmp_path):
@@ -138,118 +132,93 @@ for n in range(40): results.append_rows(sys.argv[1], [{"n": n}], origin)"""
     assert sorted(pd.read_csv(tmp_path / "a.csv")["n"]) == sorted([*range(40)] * 2)
 
 
-# --- runs ---------------------------------------------------------------------------------------
+# --- runs
 
 
 def test_runs_are_read_back(tmp_path):
-    for name, value in (("a", 1.5), ("b", 2.5)):
-        log = f"4,8,train,,loss,{value}\n4,8,train,1,x,2\n"
-        write_run(tmp_path / name, log, {"l1_coefficient": value})
+    for name in ("a", "b", "deep-1"):
+        write_run(tmp_path / name, l1_coefficient=float(ord(name[0])))
+    packed = tmp_path / "b" / "log.csv.xz"
+    packed.write_bytes(lzma.compress((tmp_path / "b" / "log.csv").read_bytes()))
+    (tmp_path / "b" / "log.csv").unlink()
     runs, log = results.load_runs(tmp_path)
-    assert runs["run"].tolist() == ["a", "b"] and runs["complete"].all()
-    assert runs["l1_coefficient"].tolist() == [1.5, 2.5]
-    assert log["run"].tolist() == ["a", "a", "b", "b"] and log["value"].tolist() == [1.5, 2, 2.5, 2]
+    assert runs["run"].tolist() == ["a", "b", "deep-1"] and runs["complete"].all()
+    assert runs["l1_coefficient"].tolist() == [97, 98, 100]
+    assert log["run"].tolist() == ["a", "a", "b", "b", "deep-1", "deep-1"]
+    assert log["value"].tolist() == [1, 2] * 3 and log["layer"].isna().tolist() == [True, False] * 3
     assert list(log) == ["run", *results.LOG_COLUMNS]
-    assert log["layer"].isna().tolist() == [True, False] * 2
+    assert results.load_runs(tmp_path, "deep-* a d*")[0]["run"].tolist() == ["a", "deep-1"]
     (only,) = results.load_provenance(tmp_path / "a")["starts"]
     assert only == PROVENANCE | {"date": None}
-
-
-def test_a_compressed_log_is_read_and_a_plain_one_goes_before_it(tmp_path):
-    for name in ("a", "b", "deep-1"):
-        folder = write_run(tmp_path / name, f"4,8,train,,loss,{ord(name[0])}\n")
-        (folder / "log.csv.xz").write_bytes(lzma.compress((folder / "log.csv").read_bytes()))
-        (folder / "log.csv").unlink()
-    assert results.log_path(tmp_path / "b") == tmp_path / "b" / "log.csv.xz"
-    assert results.log_path(tmp_path / "none") == tmp_path / "none" / "log.csv"
-    runs, log = results.load_runs(tmp_path, "deep-* a d*")
-    assert runs["run"].tolist() == ["a", "deep-1"] and log["value"].tolist() == [ord("a"), ord("d")]
-    (tmp_path / "a" / "log.csv").write_text(HEADER + "4,8,train,,loss,3\n")
-    assert results.load_run(tmp_path / "a")[1]["value"].tolist() == [3]
-    packed = tmp_path / "b" / "log.csv.xz"
-    for broken in (packed.read_bytes()[:-9], b"step,tokens"):
-        packed.write_bytes(broken)
-        with pytest.raises(ValueError, match=r"log\.csv\.xz"):
-            results.load_run(tmp_path / "b")
+    (tmp_path / "b" / "log.csv").write_text(HEADER + "4,8,train,,loss,3\n")  # goes before the other
+    assert results.load_run(tmp_path / "b")[1]["value"].tolist() == [3]
 
 
 def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no run in .*: a run is a folder with config.yaml"):
-        results.load_runs(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no run that fits 'x\* y' in"):
-        results.load_runs(tmp_path, "x* y")
-    with pytest.raises(ValueError, match="the pattern '/x' cannot be used"):
-        results.load_runs(tmp_path, "/x")
+    patterns = (("*", FileNotFoundError), ("x* y", FileNotFoundError), ("/x", ValueError))
+    for pattern, error in patterns:
+        with pytest.raises(error, match=str(tmp_path)):
+            results.load_runs(tmp_path, pattern)
     runs, log = results.load_runs(tmp_path, "85m-*", required=False)
     assert runs.empty and runs[runs["complete"]].empty
     assert log.empty and list(log) == ["run", *results.LOG_COLUMNS]
 
 
-@pytest.mark.parametrize(
-    ("file", "content"),
-    [
-        ("log.csv", "step,value\n1,2\n"),
-        ("log.csv", HEADER + "4,8,train,,loss,lo"),
-        ("provenance.json", "{"),
-        ("provenance.json", "[]"),
-        ("provenance.json", "{}"),
-        ("provenance.json", json.dumps(PROVENANCE | {"starts": 5})),
-        ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]})),
-        ("config.yaml", "a: ["),
-        ("config.yaml", "text"),
-    ],
-)
+DAMAGED = [
+    ("log.csv", b"step,value\n1,2\n"),
+    ("log.csv", HEADER.encode() + b"4,8,train,,loss,lo"),
+    ("log.csv.xz", lzma.compress(HEADER.encode())[:-9]),
+    ("log.csv.xz", b"step,tokens"),
+    ("provenance.json", b"{"),
+    ("provenance.json", b"[]"),
+    ("provenance.json", b"{}"),
+    ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}).encode()),
+    ("config.yaml", b"a: ["),
+    ("config.yaml", b"text"),
+]
+
+
+@pytest.mark.parametrize(("file", "content"), DAMAGED)
 def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content):
-    (write_run(tmp_path / "a") / file).write_text(content)
-    with pytest.raises(ValueError, match=rf"a/{file} (?s:.*); put back a copy of it"):
+    folder = write_run(tmp_path / "a")
+    if file == "log.csv.xz":
+        (folder / "log.csv").unlink()
+    (folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"a/{file}"):
         results.load_runs(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "provenance.json", "log.csv"])
 def test_a_missing_file_of_a_run_is_named(tmp_path, file):
     folder = write_run(tmp_path / "a")
-    assert results.missing_of_run(folder) == [] and results.run_state(folder) == "run"
     (folder / file).unlink()
-    assert results.missing_of_run(folder) == [file]
-    assert results.run_state(folder) == ("beginning" if file == "log.csv" else "else")
-    with pytest.raises(FileNotFoundError, match=rf"a is not a run: it has no {file}"):
+    with pytest.raises(FileNotFoundError, match=f"a .* {file}"):
         results.load_run(folder)
 
 
-@pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
-def test_a_run_without_provenance_is_refused(tmp_path, missing):
-    with pytest.raises(ValueError, match=f"provenance without {missing}"):
-        results.write_run(tmp_path / "run", {}, PROVENANCE | {missing: ""})
-    assert not (tmp_path / "run").exists()
+# --- evaluations
 
 
-# --- evaluations --------------------------------------------------------------------------------
-
-
-def test_evaluations_are_kept_with_their_provenance(tmp_path):
+def test_evaluations_are_read_back(tmp_path):
     fields = {"model": {"name": "é"}, "backend": "dense", "tasks": {"a": {}}}
     record = PROVENANCE | fields | {"lm_eval": {"results": {}}}
-    folder, packed = tmp_path / "eval", tmp_path / "eval" / "b.json.xz"
-    results.write_evaluation(folder / "b.json", record)
-    results.write_evaluation(folder / "a.json", record | {"backend": "triton"})
-    assert [one["backend"] for one in results.load_evaluations(folder)] == ["triton", "dense"]
-    assert results.load_evaluations(folder)[1] == record
+    packed = tmp_path / "b.json.xz"
+    results.write_evaluation(tmp_path / "b.json", record)
+    results.write_evaluation(tmp_path / "a.json", record | {"backend": "triton"})
+    assert results.load_evaluations(tmp_path) == [record | {"backend": "triton"}, record]
     assert results.load_evaluations(tmp_path / "nothing") == []
-    packed.write_bytes(lzma.compress((folder / "b.json").read_bytes()))
-    (folder / "b.json").unlink()
-    assert results.load_evaluations(folder)[1] == record
+    packed.write_bytes(lzma.compress((tmp_path / "b.json").read_bytes()))
+    (tmp_path / "b.json").unlink()
+    assert results.load_evaluations(tmp_path)[1] == record
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"b\.json\.xz is not an evaluation"):
-        results.load_evaluations(folder)
-    results.write_evaluation(folder / "b.json", record)  # the new one takes its place
-    assert not packed.exists() and results.load_evaluations(folder)[1] == record
-    with pytest.raises(ValueError, match="provenance without device"):
-        results.write_evaluation(tmp_path / "c.json", record | {"device": ""})
-    assert not (tmp_path / "c.json").exists()
+    with pytest.raises(ValueError, match=r"b\.json\.xz"):
+        results.load_evaluations(tmp_path)
+    results.write_evaluation(tmp_path / "b.json", record)  # the new one takes its place
+    assert not packed.exists() and results.load_evaluations(tmp_path)[1] == record
     for damaged in ("{", "[1]", '"text"', '{"model": {"name": "a"}, "backend": "dense"}'):
-        (folder / "c.json").write_text(damaged)
-        with pytest.raises(ValueError, match=r"c\.json is not an evaluation"):
-            results.load_evaluations(folder)
+        (tmp_path / "c.json").write_text(damaged)
+        with pytest.raises(ValueError, match=r"c\.json"):
+            results.load_evaluations(tmp_path)
 
 
 def test_models_are_called_by_their_run_or_folder(tmp_path, monkeypatch):

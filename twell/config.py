@@ -105,11 +105,11 @@ class TrainConfig:
 
     def _conflicts(self) -> Iterator[str]:
         """Yield a message for each pair of fields that do not fit together."""
-        head_size, odd = divmod(self.hidden_size, self.num_heads)
-        if self.teacher is None and (odd or head_size % 2):  # a teacher may set its head size
+        # A teacher may set its head size.
+        if self.teacher is None and self.hidden_size % (2 * self.num_heads):
             yield (
-                f"hidden_size {self.hidden_size} and num_heads {self.num_heads} give heads of "
-                f"{self.hidden_size / self.num_heads:g}; rotary positions need an even number"
+                f"hidden_size {self.hidden_size} is no multiple of twice num_heads "
+                f"{self.num_heads}: rotary positions need heads of an even size"
             )
         for name, divisor in _DIVISORS.items():
             value, part = getattr(self, name), getattr(self, divisor)
@@ -123,40 +123,27 @@ class TrainConfig:
             if value := getattr(self, name):
                 yield f"{name} is {value!r}; only `twell relufy` has a teacher, which it needs"
         if 0 < self.fit_tokens < (least := FIT_NEEDS * self.intermediate_size):
-            yield (
-                f"fit_tokens is {self.fit_tokens}; fewer than {least}, {FIT_NEEDS} for each neuron "
-                "of a layer, may do harm; raise it, or set it to 0 for no fit"
-            )
-        if self.active_share:
-            yield from self._steering_conflicts()
+            yield f"fit_tokens is {self.fit_tokens}; fewer than {least} may do harm; 0 is no fit"
         act = f"{self.activation} above {self.threshold}" if self.threshold else self.activation
         if self.balance_every and not self.gated and act != "relu":
-            yield (
-                f"balance_every is {self.balance_every}; without a gate it needs the activation "
-                f"'relu', not {act!r}, which is not proportional to its input; set it to 0"
-            )
-        run = f"the run has {self.steps} steps"
+            yield f"balance_every is {self.balance_every}; without a gate it needs relu, not {act}"
         if self.steps == 1 and self.warmup_steps:
-            yield (
-                f"warmup_steps is {self.warmup_steps} and {run}: a warm-up starts at a learning "
-                "rate of 0, so nothing would be trained; set warmup_steps to 0 or raise tokens"
-            )
+            yield f"warmup_steps is {self.warmup_steps}, and the one step of the run has a rate of 0"
         if self.l1_coefficient and self.l1_zero_steps >= self.steps:
-            yield (
-                f"l1_zero_steps is {self.l1_zero_steps} and {run}, so l1_coefficient "
-                f"{self.l1_coefficient} would never act; lower l1_zero_steps or raise tokens"
-            )
+            yield f"l1_zero_steps is {self.l1_zero_steps}, and the run has {self.steps} steps"
+        if self.active_share:
+            yield from self._steering_conflicts()
 
     def _steering_conflicts(self) -> Iterator[str]:
         """Yield why nothing could steer activity to `active_share`."""
-        if self.l1_coefficient and self.l1_stage_steps % self.log_every:
-            yield (
-                f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
-                f"{self.log_every}: activity is known at these steps only"
-            )
+        wanted = f"active_share is {self.active_share}, and l1_coefficient {self.l1_coefficient}"
         if self.l1_coefficient:
+            if self.l1_stage_steps % self.log_every:
+                yield (
+                    f"l1_stage_steps {self.l1_stage_steps} is no multiple of log_every "
+                    f"{self.log_every}: activity is known at these steps only"
+                )
             return
-        wanted = f"active_share is {self.active_share}, and l1_coefficient 0"
         if not self.threshold:
             yield f"{wanted}; give an l1_coefficient above 0, or a threshold above 0 to steer"
         if self.active_share >= 0.5:
@@ -174,29 +161,19 @@ class TrainConfig:
 
     def remarks(self) -> list[str]:
         """Return a line for each schedule that the run does not finish, or that never acts."""
-        lines, steps, tokens = [], self.steps, self.steps * self.batch_tokens
-        if self.warmup_steps >= steps:
-            lines.append(
-                f"the run of {steps} steps ends within the {self.warmup_steps} warmup_steps: it "
-                f"reaches {(steps - 1) / self.warmup_steps:.0%} of {self.learning_rate:g}"
-            )
-        share = l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps)
-        if self.l1_coefficient and share < 1:
-            lines.append(
-                f"the run of {steps} steps ends within l1_zero_steps {self.l1_zero_steps} and "
-                f"l1_warmup_steps {self.l1_warmup_steps}: it reaches {share:.0%} of l1_coefficient"
-            )
+        steps, tokens, stage = self.steps, self.steps * self.batch_tokens, self.steering_steps
         first = self.l1_zero_steps + self.l1_warmup_steps  # steering begins after this step
-        stage = self.steering_steps
         idle = {
             "active_share": self.active_share and (steps - 1) // stage <= first // stage,
             "reinit": self.reinit and tokens < self.dead_window_tokens,
             "balance_every": self.balance_every > steps,
         }
-        run = f"the run has {steps} steps and {tokens} tokens"
-        return lines + [
-            f"{name} {getattr(self, name)} never acts: {run}" for name in idle if idle[name]
-        ]
+        lines = [f"{name} {getattr(self, name)} never acts" for name in idle if idle[name]]
+        if self.warmup_steps >= steps:
+            lines.append(f"warmup_steps {self.warmup_steps} are not over at the end")
+        if self.l1_coefficient and l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps) < 1:
+            lines.append(f"l1_warmup_steps {self.l1_warmup_steps} are not over at the end")
+        return [f"{line}: the run has {steps} steps and {tokens} tokens" for line in lines]
 
     @classmethod
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -209,12 +186,17 @@ class TrainConfig:
         if Path(name).is_file() and (Path(name).parent / "provenance.json").is_file():
             # Runs of versions without this field parsed special tokens.
             fields.setdefault("parse_special", True)
-        fields |= _parse_overrides(overrides)
+        given: dict[str, str] = {}
+        for override in overrides:
+            key, equals, value = override.partition("=")
+            if not equals:
+                raise ValueError(f"{override!r} is no override; write key=value, such as seed=1")
+            if key in given:
+                raise ValueError(f"{key} is given twice: {given[key]} and {override}")
+            given[key], fields[key] = override, _yaml(value, override)
         for key in fields:
             if key not in _TYPES:
-                near = _nearest(str(key), _TYPES)
-                hint = f"did you mean {near!r}?" if near else f"there are {', '.join(_TYPES)}"
-                raise ValueError(f"unknown field {key!r} in the configuration; {hint}")
+                raise ValueError(f"unknown field {key!r} in the configuration{_hint(key, _TYPES)}")
         return cls(**fields)
 
     @property
@@ -378,29 +360,19 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is spelled alike, or else the first that begins with `name`."""
-    alike = difflib.get_close_matches(name, known, 1)
-    return next(iter(alike or [one for one in known if name and one.startswith(name)]), None)
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Return a name that is spelled alike or begins with `name`, and all names."""
+    near = difflib.get_close_matches(str(name), known, 1)
+    near += [one for one in known if name and one.startswith(str(name))]
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    return f"{hint}; there are {', '.join(known)}"
 
 
-def _parse_overrides(overrides: Iterable[str]) -> dict:
-    """Return the fields of key=value texts, the values read as YAML."""
-    fields, given = {}, {}
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals:
-            raise ValueError(
-                f"{override!r} is no override; write key=value, for example l1_coefficient=3e-4"
-            )
-        if key in given:
-            raise ValueError(f"{key} is given twice: {given[key]} and {override}")
-        given[key] = override
-        try:
-            fields[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError, RecursionError):  # a date of month 13 is a ValueError
-            raise ValueError(f"{override!r} is no YAML value; write {key}=value") from None
-    return fields
+def _yaml(text: str, name: str | Path):
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:  # a date of month 13 is a ValueError
+        raise ValueError(f"{name} cannot be read as YAML: {error}") from None
 
 
 def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
@@ -409,21 +381,11 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
     path = next(filter(Path.is_file, paths), None)
     if path is None:
         known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
-        near = _nearest(str(name), known)
-        hint = f" (did you mean {near}?)" if near else ""
-        known = ", ".join(known)
-        raise FileNotFoundError(f"no configuration {name}{hint}: it is no file and none of {known}")
+        raise FileNotFoundError(f"no configuration {name}{_hint(name, known)}")
     if path.resolve() in above:
         raise ValueError(f"{path} is its own base; change or remove the line base:")
-    try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as YAML: {error}") from None
+    fields = _yaml(path.read_text(encoding="utf-8-sig"), path)
     if not isinstance(fields, dict):
         raise ValueError(f"{path} is no configuration: expected lines of the form key: value")
     base = fields.pop("base", None)
-    if base is None:
-        return fields
-    if not isinstance(base, str):
-        raise ValueError(f"{path}: base is {base!r}; expected the name of a configuration or file")
-    return _read_config(base, (*above, path.resolve())) | fields
+    return fields if base is None else _read_config(str(base), (*above, path.resolve())) | fields

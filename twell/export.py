@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -84,13 +85,12 @@ class _Run:
     """A complete run: its row, its log, and the activity of its layers."""
 
     def __init__(self, path: Path):
-        self.path = path
         self.row, self.log = results.load_run(path)
         if not self.row["complete"]:
             raise ValueError(f"{path} is not complete; let it finish, or resume it")
         self.layers: pd.DataFrame = tables.logged_layers(self.log, self.row["intermediate_size"])
         self.active = self.layers["mean"].mean()
-        self.active_fraction = self.layers["active_fraction"].mean()
+        self.inactive = 100 - 100 * self.layers["active_fraction"].mean()  # percent
 
     def last(self, metric: str) -> float:
         """Return the last value of a metric on the validation text."""
@@ -102,7 +102,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     """Write a run's model to the folder `out`: bf16 weights, tokenizer, config and model card.
 
     Args:
-        run: the run's folder; its validation text has to be at hand.
+        run: the run's folder; of an older version, its validation text has to be at hand.
         text: the training text in a sentence, for the card.
         twin: a run that differs by its L1 coefficient (and by when it was evaluated), usually the
             dense one. The card names it, shows its losses, and says the price: how much higher the
@@ -156,45 +156,41 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
     """Return the model card. `loss` is that of the rounded weights, on `valid_tokens` tokens."""
     run, *twins = runs
     row, name = run.row, out.resolve().name
-    start, *resumes = results.load_provenance(run.path)["starts"]
-    resumes = [
-        f"from step {one['step']} on {one['device']}, commit {one['commit']}" for one in resumes
-    ]
+    start, *resumes = results.load_provenance(row["path"])["starts"]
+    resumed = [f"from step {r['step']} on {r['device']}, commit {r['commit']}" for r in resumes]
     price = ""
     for twin in twins:
         percent = 100 * (run.last("cross_entropy") / twin.last("cross_entropy") - 1)
         named = f"The twin is the run `{twin.row['run']}` of commit {twin.row['commit']}"
         price = f"\n{named}; the price is {percent:+.2f}% cross-entropy.\n"
+
+    def line(title: str, cell: Callable[[_Run], str]) -> list[str]:
+        return [title, *map(cell, runs)]
+
     rows = [
         ["", "this model", *("its twin" for _ in twins)],
-        ["L1 coefficient", *(f"{one.row['l1_coefficient']:g}" for one in runs)],
-        ["cross-entropy, nats a token", *(f"{one.last('cross_entropy'):.4f}" for one in runs)],
+        line("L1 coefficient", lambda one: f"{one.row['l1_coefficient']:g}"),
+        line("cross-entropy, nats a token", lambda one: f"{one.last('cross_entropy'):.4f}"),
         ["the same from the stored weights, in bf16", f"{loss:.4f}", *("" for _ in twins)],
-        [
+        line(
             "the same without feed-forward layers",
-            *(f"{one.last('cross_entropy_silenced'):.4f}" for one in runs),
-        ],
-        ["active neurons a layer and token", *(f"{one.active:.3g}" for one in runs)],
-        ["inactive", *(f"{100 - 100 * one.active_fraction:.2f}%" for one in runs)],
+            lambda one: f"{one.last('cross_entropy_silenced'):.4f}",
+        ),
+        line("active neurons a layer and token", lambda one: f"{one.active:.3g}"),
+        line("inactive", lambda one: f"{one.inactive:.2f}%"),
     ]
     layers = [["layer", "active neurons, mean", "99th percentile", "maximum", "never active"]]
-    layers += [
-        [
-            f"{one.layer}",
-            f"{one.mean:.3g}",
-            f"{one.p99:g}",
-            f"{one.max:g}",
-            f"{100 * one.dead:.2g}%",
-        ]
-        for one in run.layers.itertuples(index=False)
-    ]
+    for n in run.layers.itertuples():
+        layers.append(
+            [n.layer, f"{n.mean:.3g}", f"{n.p99:g}", f"{n.max:g}", f"{100 * n.dead:.2g}%"]
+        )
     steered = run.log.query("split == 'train' and metric == 'threshold'")["value"]
     threshold = [row.get("threshold") or 0, *steered][-1]
-    act = row["activation"] + (f" above {threshold:.3g}" if threshold else "")
     facts = [
+        ["setting", "value"],
         ["layers, hidden size", f"{row['num_layers']}, {row['hidden_size']}"],
         ["neurons a layer, heads", f"{row['intermediate_size']}, {row['num_heads']}"],
-        ["activation", act],
+        ["activation", row["activation"] + (f" above {threshold:.3g}" if threshold else "")],
         ["vocabulary, context", f"{row['vocab_size']}, {row['context']}"],
         ["tokens", f"{row['tokens'] / 1e6:.4g} M, {row['batch_tokens']:,} a step"],
         ["peak learning rate", f"{row['learning_rate']:g}"],
@@ -210,21 +206,21 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         stock=STOCK[is_stock],
         millions=row["parameters"] / 1e6,
         active=run.active,
-        share=100 * run.active_fraction,
+        share=100 - run.inactive,
         twin=price,
         rows=_table(rows),
         layers=_table(layers),
-        facts=_table([["setting", "value"], *facts]),
+        facts=_table(facts),
         valid_tokens=valid_tokens,
         text=text,
         command=_portable(start["command"]),
-        resumes=", resumed " + " and ".join(resumes) if resumes else "",
+        resumes=", resumed " + " and ".join(resumed) if resumed else "",
     )
 
 
 def _table(rows: list[list[str]]) -> str:
     """Return rows as a Markdown table; the first one is its head."""
-    head, *rest = [f"| {' | '.join(cells)} |" for cells in rows]
+    head, *rest = [f"| {' | '.join(map(str, cells))} |" for cells in rows]
     rule = "|---|" + "---:|" * (len(rows[0]) - 1)
     return "\n".join([head, rule, *rest])
 

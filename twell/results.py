@@ -10,6 +10,7 @@ A run folder holds
                       the run is complete
     log.csv           tidy: step, tokens, split, layer, metric, value (layer empty for the whole
                       model); in data/, compressed: log.csv.xz
+    valid.npy         the tokens of its validations, for traces (not tracked by git)
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
 and, until it is complete, the files of train/checkpoint.py and train/lock.py. No other file in it
 is ever deleted.
@@ -27,10 +28,11 @@ import lzma
 import os
 import platform
 import re
+import secrets
 import shlex
 import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
@@ -50,9 +52,10 @@ FSDP_DEFAULTS = {
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }
 LOCK = "train.lock"
+VALID = "valid.npy"
 LIVE = "runs/live"  # where `make reproduce` trains
 # Only files of these names are replaced or deleted in a run's folder.
-RUN_FILES = "config.yaml provenance.json log.csv log.csv.xz aggregate.npz".split()
+RUN_FILES = ["config.yaml", "log.csv", "log.csv.xz", "aggregate.npz", VALID, "provenance.json"]
 MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of-*.safetensors
     model.safetensors.index.json tokenizer.json tokenizer_config.json special_tokens_map.json
     chat_template.jinja additional_chat_templates/*.jinja modeling_twell.py
@@ -105,10 +108,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that decide results."""
     installed = {"python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return installed
 
 
@@ -198,25 +199,30 @@ def file_hash(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Name the file in an OSError: for a full disk the system names none."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(error.errno, f"{path} could not be written: {reason}") from None
+
+
 def write_atomically(path: str | Path, data: str | bytes) -> None:
     """Write a file so that at any moment it is either the old one or the new one, whole."""
-    path, temporary = Path(path), None
-    data = data.encode() if isinstance(data, str) else data
-    try:
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
+    with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            os.unlink(temporary)
-        if isinstance(error, OSError):  # for a full disk, the system names no file
-            raise OSError(error.errno, f"{path} could not be written: {error.strerror}") from None
-        raise
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data.encode() if isinstance(data, str) else data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def kept(path: str | Path) -> Path:
@@ -260,38 +266,33 @@ def write_run(folder: str | Path, config: dict, origin: dict) -> None:
 
 
 def run_state(folder: str | Path) -> str:
-    """Return what a folder holds: "nothing", a "run", the "beginning" of one, something "else".
+    """Return what a folder holds: "nothing", a "run", or something "else".
 
-    Hidden files are nothing. A run has config.yaml, provenance.json and a log. A process that was
-    killed while it wrote these leaves a beginning.
+    Hidden files are nothing. A run has a provenance.json, which is written first.
     """
     paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
     names = {path.name for path in paths if not path.name.startswith(".")} - {LOCK}
     if not names:
         return "nothing"
-    if not missing_of_run(folder):
-        return "run"
-    beginning = "provenance.json" in names and names <= {"config.yaml", "provenance.json"}
-    return "beginning" if beginning else "else"
-
-
-def missing_of_run(folder: str | Path) -> list[str]:
-    """Return the files of a run that this folder lacks."""
-    paths = [Path(folder) / "config.yaml", Path(folder) / "provenance.json", log_path(folder)]
-    return [path.name for path in paths if not path.is_file()]
+    return "run" if "provenance.json" in names else "else"
 
 
 def remove_run(folder: str | Path) -> None:
-    """Delete a run's files by their names, and its unfinished files. All other files stay."""
+    """Delete a run's files by their names, and its unfinished files. All other files stay.
+
+    Without its config.yaml it no longer resumes; with its provenance.json it still is a run.
+    """
     remove_unfinished(folder)
-    for name in RUN_FILES:
-        (Path(folder) / name).unlink(missing_ok=True)
+    *files, last = [Path(folder) / name for name in RUN_FILES]
+    for file in files:
+        file.unlink(missing_ok=True)
     model = Path(folder) / "model"
     for path in [path for pattern in MODEL_FILES for path in model.glob(pattern)]:
         path.unlink()
     for path in (model / "additional_chat_templates", model):
         with contextlib.suppress(OSError):  # absent, a link, or with files of somebody else
             path.rmdir()
+    last.unlink(missing_ok=True)
 
 
 def remove_unfinished(folder: str | Path) -> None:
@@ -343,8 +344,9 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     Raises FileNotFoundError or ValueError naming the file that is missing or not whole.
     """
     folder = Path(folder)
-    if missing := missing_of_run(folder):
-        raise FileNotFoundError(f"{folder} is not a run: it has no {', '.join(missing)}")
+    files = folder / "config.yaml", folder / "provenance.json", log_path(folder)
+    if missing := ", ".join(file.name for file in files if not file.is_file()):
+        raise FileNotFoundError(f"{folder} is not a run: it has no {missing}")
     path = folder / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -434,20 +436,15 @@ def write_evaluation(path: str | Path, record: dict) -> None:
     Path(f"{path}.xz").unlink(missing_ok=True)
 
 
-def evaluation_paths(folder: str | Path) -> list[Path]:
-    """Return the evaluations in `folder`, by name: NAME.json or, where only that is, NAME.json.xz.
+def load_evaluations(folder: str | Path) -> list[dict]:
+    """Read every evaluation in `folder`, by name: NAME.json or, where only that is, NAME.json.xz.
 
-    Other files are ignored, and so are hidden ones, which a killed process may leave.
+    Raises ValueError for a file that is not one. Hidden files are ignored.
     """
     paths = [*Path(folder).glob("[!.]*.json"), *Path(folder).glob("[!.]*.json.xz")]
-    names = {path.name.removesuffix(".xz") for path in paths if path.is_file()}
-    return [kept(Path(folder) / name) for name in sorted(names)]
-
-
-def load_evaluations(folder: str | Path) -> list[dict]:
-    """Read every evaluation in `folder`, by name. Raises ValueError for a file that is not one."""
     records = []
-    for path in evaluation_paths(folder):
+    for name in sorted({path.name.removesuffix(".xz") for path in paths}):
+        path = kept(Path(folder) / name)
         try:
             data = path.read_bytes()
             record = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)

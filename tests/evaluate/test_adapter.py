@@ -26,7 +26,6 @@ def requests_of(pairs, names=("some",)):
 @pytest.mark.parametrize(
     ("backend", "batch_size", "dtype"),
     [
-        ("dense", 1, None),
         ("dense", 1, "bfloat16"),
         ("reference", 7, None),
         ("dense", "auto", "float32"),
@@ -59,7 +58,7 @@ def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch
         assert logprob == expected, (context, continuation)
         assert isinstance(greedy, bool)
     assert lm.truncated == {"long": 4}
-    with pytest.raises(ValueError, match="'' after 'ba de' has no token of its own"):
+    with pytest.raises(ValueError, match="'' after 'ba de'"):
         lm.loglikelihood(requests_of([("ba de", "")]))
 
 
@@ -86,11 +85,8 @@ def test_greedy_means_every_token_of_every_part(tiny_run):
 
 @pytest.mark.slow
 def test_log_likelihoods_by_the_kernels_are_the_dense_ones(tiny_run, monkeypatch):
-    device, sizes, compute = (
-        torch.device("cuda" if torch.cuda.is_available() else "cpu"),
-        [],
-        ops.sparse_ffn,
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes, compute = [], ops.sparse_ffn
 
     def counted(x, *others, **options):
         sizes.append(len(x))
@@ -112,9 +108,7 @@ def test_the_original_of_a_relufied_model(tiny_text, tmp_path):
     record = evaluate.run(folder, text=str(tiny_text), limit=3)
     expected = {"hidden_act": "silu", "num_hidden_layers": 2, "intermediate_size": 96}
     assert expected.items() <= record["model"].items() and record["backend"] == "dense"
-    model = adapter.LM(folder, 2, device=CPU).model
-    assert type(model) is LlamaForCausalLM and model.config.hidden_act == "silu"
-    with pytest.raises(ValueError, match="backend 'reference' is for layers with ReLU"):
-        evaluate.run(folder, backend="reference")
-    with pytest.raises(ValueError, match="FP8 is for layers with ReLU"):
-        evaluate.run(folder, dtype="FP8")
+    assert type(adapter.LM(folder, 2, device=CPU).model) is LlamaForCausalLM
+    for options, named in (({"backend": "reference"}, "'reference'"), ({"dtype": "FP8"}, "FP8")):
+        with pytest.raises(ValueError, match=named):
+            evaluate.run(folder, **options)

@@ -10,7 +10,6 @@ from tests.factories import SEED
 from tests.factories.train import FAMILIES, series, stop_training, write_pretrained
 from twell import results
 from twell.train import Student, fit, fit_down, loop, train
-from twell.train.checkpoint import Checkpoints
 
 
 def student_of(config):
@@ -100,11 +99,6 @@ def test_a_run_begins_with_it_and_does_not_repeat_it(config, tmp_path, monkeypat
     for metric in ("kl", "active_mean", "l1_coefficient"):
         one, other = (series(results.load_run(run)[1], metric) for run in (whole, resumed))
         assert one.equals(other), metric
-    # Without a checkpoint it begins again, and so does the fit.
-    stop_training(given, tmp_path / "begun", 5)
-    Checkpoints(tmp_path / "begun").remove()
-    begun = train(given, tmp_path / "begun", resume=True, quiet=True)
-    assert series(results.load_run(begun)[1], "kl").equals(series(logs[0], "kl"))
 
 
 def test_bf16_fits_as_fp32_does(tmp_path, tiny_text, config):

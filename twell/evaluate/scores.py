@@ -97,13 +97,10 @@ def _correct(samples: list[dict]) -> dict[str, str]:
 def _check_options(
     num_fewshot: int | None, limit: int | None, batch_size: int | str, dtype: str | None
 ) -> None:
-    for name, value, other, least, expected in (
-        ("num_fewshot", num_fewshot, None, 0, "a number of examples, 0 or more"),
-        ("limit", limit, None, 1, "a number of items, 1 or more"),
-        ("batch_size", batch_size, "auto", 1, "a number of requests, 1 or more, or 'auto'"),
-    ):
-        if value != other and not (isinstance(value, int) and value >= least):
-            raise ValueError(f"{name} is {value!r}; it is {expected}")
+    given = {"num_fewshot": (num_fewshot, 0), "limit": (limit, 1), "batch_size": (batch_size, 1)}
+    for name, (value, least) in given.items():
+        if value not in (None, "auto") and not (isinstance(value, int) and value >= least):
+            raise ValueError(f"{name} is {value!r}; it is a number, {least} or more")
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,8 @@ BESIDE = {"paper7": ["commonsense_qa_cloze"]}  # evaluated too, but not part of 
 
 
 def task_names(tasks: str | Sequence[str]) -> list[str]:
-    names = [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else list(tasks)
-    names += [name for given in names for name in BESIDE.get(given, []) if name not in names]
-    for name, times in Counter(names).items():
-        if times > 1:
-            raise ValueError(f"the task {name!r} is given twice")
-    return names
+    names = [name.strip() for name in tasks.split(",")] if isinstance(tasks, str) else tasks
+    return list(dict.fromkeys(one for name in names for one in (name, *BESIDE.get(name, []))))
 
 
 def load_tasks(
@@ -86,38 +81,32 @@ def local_docs(
 ) -> dict[str, datasets.Dataset]:
     """Read a task's items from the one file in the folder `data` that fits `file`, for lm-eval.
 
-    Each line is {"query": text, "choices": [text, ...], "gold": index of the right one}. Raises
-    FileNotFoundError or ValueError, by file and line, for a line that is not such an item, has not
-    `num_choices` choices, or has no `blank` in its query.
+    Each line is {"query": text, "choices": [text, ...], "gold": index of the right one}, with
+    `num_choices` choices and a `blank` in its query. Raises FileNotFoundError for no such file, and
+    ValueError, by file and line, for another line.
     """
     paths = sorted(Path(data).glob(file))
     if len(paths) != 1:
         seen = f"several: {', '.join(path.name for path in paths)}" if paths else "none"
         raise FileNotFoundError(f"{data} has to hold one file {file}; it holds {seen}")
+    expected = f'{{"query": text{f" with {blank!r}" if blank else ""}, "choices": '
+    expected += f'[{num_choices or "two or more"} texts], "gold": index of the right one}}'
     items, lines = [], paths[0].read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
     for number, line in enumerate(lines, 1):
-        where = f"{paths[0]}, line {number}"
         if not line.strip():
             continue
         try:
             item = json.loads(line)
             query, choices, gold = item["query"], item["choices"], item["gold"]
-            texts = [query, *choices]
-            fits = isinstance(choices, list) and type(gold) is int and 0 <= gold < len(choices) > 1
-            fits = fits and all(isinstance(text, str) and text.strip() for text in texts)
+            fits = isinstance(choices, list) and len(choices) == (num_choices or len(choices))
+            fits = fits and type(gold) is int and 0 <= gold < len(choices) > 1
+            fits = fits and (blank or "") in query
+            fits = fits and all(corpus.checked_text(text, "").strip() for text in [query, *choices])
         except (ValueError, KeyError, TypeError):
             fits = False
         if not fits:
-            raise ValueError(
-                f"{where} is {line[:80]!r}; expected "
-                '{"query": text, "choices": [two or more texts], "gold": index of the right one}'
-            )
-        if num_choices not in (None, len(choices)):
-            raise ValueError(f"{where}: {len(choices)} choices; this task has {num_choices}")
-        if blank is not None and blank not in query:
-            raise ValueError(f'{where}: "query" has no {blank!r} for the blank')
-        for text in texts:
-            corpus.checked_text(text, where)
+            where = f"{paths[0]}, line {number}"
+            raise ValueError(f"{where} is {line[:80]!r}; expected {expected}")
         items.append({"query": query, "choices": choices, "gold": gold})
     if not items:
         raise ValueError(f"{paths[0]} is empty; expected an item a line")

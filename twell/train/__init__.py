@@ -5,7 +5,7 @@ clipping. The L1 term is added to the cross-entropy, and nothing else differs fr
 baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate launch --use_fsdp
 --fsdp_version 2`. The seed and the number of a step decide its text.
 
-    start           `train`: checks the folder, holds its lock, runs the loop
+    start           `train`: holds the lock of the folder, checks it, runs the loop
     loop            the run: steps, rows, validations, checkpoints
     build           model, compilation, optimiser, learning-rate schedule
     text            the tokens of a run, and their hashes
@@ -17,7 +17,7 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
     steer           steers activity to the wanted share
     log             the rows of log.csv
     checkpoint      the last two checkpoints
-    interrupt, lock Ctrl-C, and one process at a time in a folder
+    interrupt       Ctrl-C
 
 The public functions load at first use.
 """
@@ -32,7 +32,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".fit": "fit_down",
         ".log": "Log activity_columns",
         ".relufy": "Student relufy_config",
-        ".start": "check_folder train",
+        ".start": "train",
         ".text": "run_text text_hashes",
         ".validation": "evaluate",
     },

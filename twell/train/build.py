@@ -1,4 +1,4 @@
-"""The parts of a run that follow from its configuration: model, optimiser, learning rate."""
+"""The parts of a run that follow from its configuration: model, compilation, optimiser."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
+from transformers import PreTrainedTokenizerFast
 
 from twell.config import TrainConfig
 from twell.models import SparseLlamaForCausalLM, save
@@ -84,16 +84,6 @@ def adamw(
         weight_decay=config.weight_decay,
         fused=device.type == "cuda" or None,  # one pass over weights and moments
     )
-
-
-def schedule(
-    optimizer: torch.optim.Optimizer, config: TrainConfig
-) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return the schedule of the learning rate: linear warm-up, then cosine decay to zero.
-
-    Nothing else of a run depends on its shape; checkpoints keep its state.
-    """
-    return get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps)
 
 
 def save_model(

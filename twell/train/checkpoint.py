@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from twell import results
 
 STATE, TENSORS = "state.pt", (".metadata", "__*_*.distcp")
-FULL = 2**20  # bytes; a disk with fewer free counts as full
 
 
 class Checkpoints:
@@ -76,7 +75,9 @@ class Checkpoints:
                 continue
             try:
                 state = read(path)
-                check_log(self.log, state)
+                if state.get("row"):
+                    raise ValueError(f"{path} is of an older version, between two rows of the log")
+                _check_log(self.log, state)
             except ValueError as error:
                 problems.append(str(error))
                 continue
@@ -125,15 +126,11 @@ def _seal(data: bytes) -> bytes:
     return b"\nsha256 " + hashlib.sha256(data).hexdigest().encode()
 
 
-def check_log(path: Path, state: dict) -> None:
-    """Raise ValueError, naming the log, when its rows before a checkpoint have changed."""
-    rows, size = path.read_bytes() if path.is_file() else b"", state["log"]
-    if len(rows) < size:
-        sizes = f"{len(rows)} of {size} bytes"
-        raise ValueError(f"{path} is shorter than the checkpoint says ({sizes})")
-    if hashlib.sha256(rows[:size]).hexdigest() != state["log_sha256"]:
+def _check_log(path: Path, state: dict) -> None:
+    rows = path.read_bytes()[: state["log"]] if path.is_file() else b""
+    if hashlib.sha256(rows).hexdigest() != state["log_sha256"]:
         raise ValueError(
-            f"{path} is damaged: its first {size} bytes have changed since the checkpoint"
+            f"{path} is damaged: its first {state['log']} bytes have changed since the checkpoint"
         )
 
 
@@ -150,6 +147,6 @@ def _transfer(transfer: Callable, tensors: dict, folder: Path, verb: str) -> Non
         failure, _ = next(iter(error.failures.values()))
         if isinstance(failure, KeyboardInterrupt):
             raise failure from None
-        full = verb == "written" and shutil.disk_usage(folder.parent).free < FULL
-        reason = "no space is left on the disk" if full else failure  # torch hides this reason
-        raise OSError(f"{folder} could not be {verb}: {reason}") from None
+        # torch hides that a disk is full.
+        free = shutil.disk_usage(folder.parent).free
+        raise OSError(f"{folder} could not be {verb}: {failure} ({free} bytes are free)") from None

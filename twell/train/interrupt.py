@@ -1,4 +1,4 @@
-"""Ctrl-C, or the SIGTERM of a scheduler, ends a training after its current step."""
+"""Ctrl-C, or the SIGTERM of a scheduler, ends a training at the next row of its log."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import os
 import signal
 import threading
 
-NOTICE = b"\nstopping after this step with a checkpoint; Ctrl-C again stops at once without one\n"
-LAST = b"\nthe training is done and its model is being written; Ctrl-C again stops at once\n"
+NOTICE = b"\nstopping at the next row of the log, or at the end; Ctrl-C again stops at once\n"
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
 
 class Interrupt:
     """Note the first signal in `pressed`. A second Ctrl-C interrupts at once.
 
-    A second SIGTERM does not: launchers send it again to processes that have it already. last: in
-    the last step, after which no checkpoint follows, the first signal has no effect.
+    A second SIGTERM does not: launchers send it again to processes that have it already.
     """
 
     def __init__(self, loud: bool):
-        self.loud, self.pressed, self.last, self.before = loud, False, False, []
+        self.loud, self.pressed, self.before = loud, False, []
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():  # others get no signals
@@ -35,5 +33,5 @@ class Interrupt:
         if self.pressed and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.loud and not self.pressed:
-            os.write(2, LAST if self.last else NOTICE)  # print is not reentrant
+            os.write(2, NOTICE)  # print is not reentrant
         self.pressed = True

@@ -39,14 +39,10 @@ class Log:
         for metric, value in values.items():
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]
             rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
-        try:
-            # Mode "a" would create a deleted log again, without its header.
-            with open(self.path, "r+", encoding="utf-8", buffering=2**20) as file:
-                file.seek(0, os.SEEK_END)
-                csv.writer(file, lineterminator="\n").writerows(rows)
-        except OSError as error:  # the system names no file when the disk is full
-            message = f"{self.path} could not be written: {error.strerror}"
-            raise OSError(error.errno, message) from None
+        # Mode "a" would create a deleted log again, without its header.
+        with results.naming(self.path), open(self.path, "r+", encoding="utf-8") as file:
+            file.seek(0, os.SEEK_END)
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def activity_columns(layers: list[dict]) -> dict[str, list[float]]:

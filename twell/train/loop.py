@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import math
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, gather_object, send_to_device, set_seed
+from accelerate.utils import DistributedType, gather_object, set_seed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
+from transformers import get_cosine_schedule_with_warmup
 
 from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
-from twell.train.build import adamw, build_model, prepare_layers, save_model, schedule
+from twell.train.build import adamw, build_model, prepare_layers, save_model
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.fit import fit_down
@@ -31,8 +34,8 @@ from twell.train.interrupt import Interrupt
 from twell.train.log import Log, activity_columns
 from twell.train.samples import teacher_hash
 from twell.train.steer import Steering
-from twell.train.text import check_text, text_hashes
-from twell.train.validation import counters, evaluate, restore_counters
+from twell.train.text import check_inputs, text_hashes
+from twell.train.validation import evaluate
 
 
 class Run:
@@ -48,8 +51,9 @@ class Run:
         with accelerator.main_process_first():
             text = config.prepare_text(self.rank, self.world)
         self.tokenizer, self.blocks, self.valid_blocks = text
-        self.text = text_hashes(config, self.blocks, self.valid_blocks)
-        self.teacher = teacher_hash(config.teacher) if config.teacher else None
+        self.inputs = {"text_sha256": text_hashes(config, self.blocks, self.valid_blocks)}
+        if config.teacher:
+            self.inputs["teacher_sha256"] = teacher_hash(config.teacher)
 
         self.model = build_model(config, self.tokenizer, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
@@ -65,14 +69,17 @@ class Run:
                 parameter.data = parameter.data.contiguous()
         optimizer = adamw(self.model, config, self.device)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        self.schedule = schedule(self.optimizer.optimizer, config)
+        # Linear warm-up, then cosine decay to zero.
+        self.schedule = get_cosine_schedule_with_warmup(
+            self.optimizer.optimizer, config.warmup_steps, config.steps
+        )
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
         self.steering = Steering(config, self.model)
 
         taught = ["kl"] * bool(config.teacher) + ["hidden"] * bool(config.hidden_weight)
         self.losses = ["loss", "cross_entropy", "l1", *taught]
-        # Since the last row: sums of the losses and the gradient norm, seconds before a resume.
-        self.sums, self.spent = torch.zeros(len(self.losses) + 1, device=self.device), 0.0
+        # Since the last row: sums of the losses and the gradient norm.
+        self.sums = torch.zeros(len(self.losses) + 1, device=self.device)
         self.active = 0.0  # mean active neurons a token and layer, in the last row
 
     def fit(self) -> None:
@@ -95,8 +102,7 @@ class Run:
         config, size = self.config, None
         self.done = 0
         if self.continues:
-            check_text(self.folder, self.text)
-            self.check_teacher()
+            check_inputs(self.folder, self.inputs)
             self.done, size = self.load_checkpoint()
         elif self.resume:
             self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
@@ -107,9 +113,8 @@ class Run:
             if not self.done:
                 self.validate(0)
             self.restart_meters()
-            self.since -= self.spent
             for step in range(self.done + 1, config.steps + 1):
-                interrupt.last = last = step == config.steps
+                last = step == config.steps
                 self.sums += self.step(step)
                 if last or step % config.log_every == 0:
                     self.record(step)
@@ -120,15 +125,6 @@ class Run:
                     self.keep(step, interrupt.pressed)
             return self.finish()
 
-    def check_teacher(self) -> None:
-        """Raise ValueError when the teacher has changed since the run started."""
-        before = results.load_provenance(self.folder).get("teacher_sha256", self.teacher)
-        if before != self.teacher:
-            raise ValueError(
-                f"the teacher {self.config.teacher} has changed since {self.folder} started: its "
-                "weights or config.json differ; put them back, or train a new run"
-            )
-
     def open_folder(self, log_size: int | None) -> None:
         """Write configuration and provenance, open the log, and print what begins."""
         starts = results.load_provenance(self.folder)["starts"] if self.resume else []
@@ -136,8 +132,7 @@ class Run:
         self.origin = origin | {
             "parameters": self.parameters,
             "complete": False,
-            "text_sha256": self.text,
-            **({"teacher_sha256": self.teacher} if self.teacher else {}),
+            **self.inputs,
             "starts": [*starts, origin | {"step": self.done}],
         }
         if self.resume:
@@ -146,6 +141,9 @@ class Run:
             results.remove_run(self.folder)  # only now that all checks have passed
             self.checkpoints.remove()
         results.write_run(self.folder, dataclasses.asdict(self.config), self.origin)
+        valid = io.BytesIO()
+        np.save(valid, self.valid_blocks.tokens[: self.config.valid_tokens])
+        results.write_atomically(self.folder / results.VALID, valid.getvalue())
         self.log = Log(self.folder / "log.csv", log_size)
         where = f"from step {self.done} " if self.done else ""
         self.say(
@@ -307,13 +305,12 @@ class Run:
     # --- stopping and resuming
 
     def keep(self, step: int, pressed: bool) -> None:
-        """Write a checkpoint where one is due. Raises KeyboardInterrupt after Ctrl-C."""
-        config, stop = self.config, pressed
-        if self.world > 1:  # processes agree at steps that write a row
-            stop = False
-            if step % config.log_every == 0:
-                ours = torch.tensor(float(pressed), device=self.device)
-                stop = bool(self.accelerator.reduce(ours))
+        """Write a checkpoint where one is due. Raises KeyboardInterrupt after Ctrl-C, at a row."""
+        config = self.config
+        if step % config.log_every:  # between two rows, sums would be lost
+            return
+        # A signal may have reached some processes only.
+        stop = bool(self.accelerator.reduce(torch.tensor(float(pressed), device=self.device)))
         if stop or (config.checkpoint_every and step % config.checkpoint_every == 0):
             self.save_checkpoint(step)
             self.restart_meters()
@@ -327,7 +324,6 @@ class Run:
         """Write a checkpoint: everything that the later steps and rows depend on."""
         state = {
             "step": step,  # and so the place in the text
-            "config": dataclasses.asdict(self.config),
             "schedule": self.schedule.state_dict(),
             "window": self.window.state(),
             "sparse": self.sparse.state(),
@@ -335,27 +331,14 @@ class Run:
             "streams": gather_object([self.blocks.state()]),
             **self.steering.state(),
         }
-        if step % self.config.log_every:  # a single process may stop between two rows
-            seconds = time.perf_counter() - self.since
-            state["row"] = {
-                "sums": self.sums,
-                "counters": counters(self.model),
-                "seconds": seconds,
-            }
         self.checkpoints.write(state, self.wrapped, self.optimizer.optimizer)
 
     def load_checkpoint(self) -> tuple[int, int]:
         """Load the newest whole checkpoint; return its step and the log's size at that step."""
         state = self.checkpoints.read(self.say)
-        good = self.checkpoints.good
-        if changes := self.config.changes(state["config"]):
-            raise ValueError(
-                f"{good} was written with another configuration: {changes}; "
-                "set it back in config.yaml, or train a new run"
-            )
         if (processes := len(state["streams"])) != self.world:
             raise ValueError(
-                f"{good} was written by {processes} processes; "
+                f"{self.checkpoints.good} was written by {processes} processes; "
                 f"resume with as many, not {self.world}"
             )
         self.checkpoints.load(self.wrapped, self.optimizer.optimizer)
@@ -365,9 +348,6 @@ class Run:
         self.steering.restore(state)
         self.blocks.restore(state["streams"][self.rank])
         torch.set_rng_state(state["random"])
-        if row := state.get("row"):
-            self.sums, self.spent = row["sums"].to(self.device), row["seconds"]
-            restore_counters(self.model, send_to_device(row["counters"], self.device))
         return state["step"], state["log"]
 
     def finish(self) -> Path:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
@@ -34,7 +34,7 @@ from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
-from twell.train.samples import write_samples
+from twell.train.samples import samples_file
 
 CHUNK = 2048  # tokens whose logits exist at a time
 # Fields of a configuration that the teacher decides, and their names in the teacher's.
@@ -95,11 +95,6 @@ class Student(nn.Module):
         """Return the student of a configuration, with its teacher on `device`."""
         kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
         teacher = load_stock(config.teacher, kind).to(device)
-        for name, weight in teacher.named_parameters():
-            if not weight.isfinite().all():
-                raise ValueError(
-                    f"{name} of the teacher {config.teacher} is not finite; put back a whole copy"
-                )
         teacher.requires_grad_(False).eval()
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change the weights little
@@ -238,23 +233,14 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
     """Return the teacher in fp32 with sparse ReLU layers.
 
     A Llama becomes a SparseLlamaForCausalLM, which has a threshold. Attention has no dropout, since
-    the teacher predicts without. Raises ValueError for a threshold in another model, whose saved
-    configuration has no place for it, and for sizes that differ from the teacher's.
+    the teacher predicts without.
     """
     model = load_stock(config.teacher, torch.float32)
     model.config.attention_dropout = 0.0  # for a Llama, which is built anew from it
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    for field, own in OF_TEACHER.items():
-        size, expected = getattr(config, field), getattr(model.config, own)
-        if size != expected:
-            raise ValueError(
-                f"{field} is {size}, and {expected} in the teacher {config.teacher}; "
-                "`twell relufy` takes the sizes from there"
-            )
     if model.config.model_type not in LLAMAS:
-        _check_threshold(config, model.config)
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # training follows
             relufy = model.config.hidden_act != "relu"
             return sparsify(model, relufy=relufy, backend=config.backend)
@@ -277,19 +263,14 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
 
 
 def relufy_config(
-    name: str | Path,
-    overrides: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-    check: Callable[[TrainConfig], None] = lambda config: None,
+    name: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = print
 ) -> TrainConfig:
     """Return the configuration that relufies a model: configs/relufy.yaml with the model's sizes.
 
     name: a folder, a run, or a name on the hub, of a type in RELUFIABLE. overrides: fields as
-    key=value. Without a `source`, or with a `sampled_share`, the teacher finally writes
-    `sampled_tokens` tokens of text, after `check`. Raises ValueError for another type of model, for
-    fields that the teacher decides, for a context or a threshold that the model cannot have, for a
-    tokenizer with more entries than the model, for a `sampled_share` without a source or of a
-    stream, and for a `sampled_chat` without a chat template or sampled text.
+    key=value. Without a `source`, or with a `sampled_share`, the text is of a file that the teacher
+    writes when the training starts. Raises ValueError for another type of model, for fields that
+    the teacher decides, and for fields that do not fit the model or each other.
     """
     folder = resolve(name)
     teacher = str(folder) if Path(name).is_dir() else str(name)
@@ -315,32 +296,26 @@ def relufy_config(
         if field not in given
     ]
     loaded = TrainConfig.load("relufy", [*written, *overrides])
+    has_source, share = "source" in given, loaded.sampled_share
     if loaded.context > config.max_position_embeddings:
         raise ValueError(
             f"context is {loaded.context}; {name} reads at most {config.max_position_embeddings}"
         )
-    _check_threshold(loaded, config)
-    has_source, share = "source" in given, loaded.sampled_share
+    if loaded.threshold and config.model_type not in LLAMAS:
+        raise ValueError(
+            f"threshold is {loaded.threshold}, and the teacher is a {config.model_type}; "
+            "only the configuration of a Llama can save a threshold"
+        )
     if share and (loaded.source.startswith("hf:") or not has_source):
         raise ValueError(f"sampled_share is {share}; it needs a source that is not streamed")
     if loaded.sampled_chat and has_source and not share:
         raise ValueError("sampled_chat is true, and the teacher writes nothing: set sampled_share")
-    tokenizer = load_tokenizer(str(folder), loaded.vocab_size)
-    check(loaded)
+    load_tokenizer(str(folder), loaded.vocab_size)  # refuses one with more entries
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
     if has_source and not share:
         return loaded
-    file = write_samples(folder, tokenizer, loaded, say)
     if has_source:
-        return dataclasses.replace(loaded, samples=file.name)
+        return dataclasses.replace(loaded, samples=samples_file(loaded).name)
     parse = loaded.parse_special or loaded.sampled_chat
-    return dataclasses.replace(loaded, source=str(file), parse_special=parse)
-
-
-def _check_threshold(config: TrainConfig, teacher: PreTrainedConfig) -> None:
-    if config.threshold and teacher.model_type not in LLAMAS:
-        raise ValueError(
-            f"threshold is {config.threshold}, and the teacher is a {teacher.model_type}; "
-            "only the configuration of a Llama can save a threshold"
-        )
+    return dataclasses.replace(loaded, source=str(samples_file(loaded)), parse_special=parse)

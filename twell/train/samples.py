@@ -23,7 +23,7 @@ from transformers import (
 
 from twell import results
 from twell.config import TrainConfig, cache_folder
-from twell.corpus.tokens import beginning, encode
+from twell.corpus.tokens import beginning, encode, load_tokenizer
 from twell.models.loading import load_stock, resolve, stock_config
 
 WRITTEN = 512  # tokens of a text at most
@@ -31,6 +31,7 @@ SAMPLED = 64  # texts of a batch on a CPU
 MOST_SAMPLED = 2048  # texts of a batch on a GPU; their keys and values take a third of its memory
 TEMPERATURE = 0.8  # fewer rare tokens than at 1, after which a small model may go astray
 WRITER_FILES = "generation_config.json tokenizer.json tokenizer_config.json"  # decide texts too
+PREFIX = "samples-"  # of the names of files
 MARK = "\ue000"  # a character of private use, which no template has
 
 
@@ -42,38 +43,57 @@ def teacher_hash(name: str | Path, others: str = "") -> str:
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
-@torch.no_grad()
-def write_samples(
-    folder: Path,
-    tokenizer: PreTrainedTokenizerFast,
-    config: TrainConfig,
-    say: Callable[[str], None],
-) -> Path:
-    """Let the teacher write `sampled_tokens`; return the file, a document a line, in the cache.
+def samples_file(config: TrainConfig) -> Path:
+    """Return the file of the texts that a configuration's teacher writes, in the cache.
 
-    An interrupted call goes on where it stopped: every batch has its own seed. The device decides
-    how many texts a batch has, and so their words; the name of the file does not tell it.
+    Its name is a hash of all that decides the texts but the device, which decides how many are
+    written at a time, and so their words. Raises ValueError where no text fits after a chat's
+    header.
     """
+    _, header, _ = _beginning(config)
+    about = [teacher_hash(config.teacher, WRITER_FILES), *_sizes(config), TEMPERATURE]
+    about += [header] * config.sampled_chat
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    return cache_folder() / f"{PREFIX}{name}.jsonl"
+
+
+def _sizes(config: TrainConfig) -> tuple[int, int]:
+    """Return the most tokens of a text, and the number of texts."""
+    length = min(WRITTEN, config.context)
+    return length, math.ceil(config.sampled_tokens / length)
+
+
+def _beginning(config: TrainConfig) -> tuple[PreTrainedTokenizerFast, str, list[int]]:
+    """Return the teacher's tokenizer, the header of a chat or "", and the ids it writes after."""
+    tokenizer = load_tokenizer(str(resolve(config.teacher)), config.vocab_size)
+    header = chat_header(tokenizer) if config.sampled_chat else ""
+    first = _first(tokenizer, header)
+    if len(first) >= _sizes(config)[0]:
+        raise ValueError(f"context is {config.context}; the chat's header has {len(first)} tokens")
+    return tokenizer, header, first
+
+
+@torch.no_grad()
+def write_samples(config: TrainConfig, say: Callable[[str], None]) -> None:
+    """Let the teacher write its part of the text, a document a line, if it is not in the cache.
+
+    An interrupted call goes on where it stopped: every batch has its own seed.
+    """
+    path = cache_folder() / config.samples if config.samples else Path(config.source)
+    is_sampled = config.teacher is not None and path.name.startswith(PREFIX)
+    if not is_sampled or path.is_file() or path != samples_file(config):
+        return
+    tokenizer, header, first = _beginning(config)
+    length, number = _sizes(config)
+    folder = resolve(config.teacher)
     device = torch.device("cpu")
     if torch.cuda.is_available():  # any rank may be the one that writes
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    length = min(WRITTEN, config.context)
-    number = math.ceil(config.sampled_tokens / length)
     size = min(number, _texts_at_once(stock_config(folder)[0], length, device))
     batches = math.ceil(number / size)
-    header = chat_header(tokenizer) if config.sampled_chat else ""
-    first = _first(tokenizer, header)
-    if len(first) >= length:
-        raise ValueError(
-            f"context is {config.context}; the header of a chat alone has {len(first)} tokens"
-        )
-    about = [teacher_hash(folder, WRITER_FILES), length, number, TEMPERATURE]
-    about += [header] * config.sampled_chat
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    path = cache_folder() / f"samples-{name}.jsonl"
     with filelock.FileLock(f"{path}.lock"):
         if path.is_file():
-            return path
+            return
         kind = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = load_stock(folder, kind).to(device).eval()
         part = path.with_suffix(".part")
@@ -94,10 +114,9 @@ def write_samples(
             left = datetime.timedelta(seconds=round(pace * (batches - batch - 1)))
             say(f"{batch + 1} of {batches} batches of texts, {left} left")
         part.rename(path)
-        del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # for the training that follows
-    return path
+    del model
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # for the training that follows
 
 
 def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) -> int:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import datetime
 import math
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
+import filelock
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
 
 from twell import results
 from twell.config import TrainConfig
-from twell.train import lock
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
+from twell.train.samples import write_samples
 
 
 def train(
@@ -42,10 +45,10 @@ def train(
     damaged checkpoints, and MemoryError for weights that do not fit this machine.
     """
     folder = Path(folder)
-    _check_options(config, folder, overwrite, resume)
     _check_memory(config)
-    if wrap_layers() and not quiet:
-        print("no --fsdp_auto_wrap_policy is given: FSDP takes TRANSFORMER_BASED_WRAP", flush=True)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        # By default Accelerate would gather all layers at once, until the backward pass is over.
+        os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
     # The buffers are constant. We use our own autocast: Accelerate fixes its own per process.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[ddp])
@@ -54,88 +57,75 @@ def train(
         refusal = None
         if main:
             try:
-                stack.enter_context(lock.hold(folder))
-            except OSError as error:
+                stack.enter_context(hold(folder))
+                _check_folder(config, folder, overwrite, resume)
+            except (OSError, ValueError) as error:
                 refusal = error
         (refusal,) = broadcast_object_list([refusal])  # every process raises it
         if refusal is not None:
             raise refusal
-        state = results.run_state(folder)
-        accelerator.wait_for_everyone()  # every process looks before the first one writes
-        _check_state(folder, state, resume, overwrite)
+        path, complete = folder / "config.yaml", False
         if resume:
-            config = _as_begun(config, folder, quiet or not main)
-        if resume and results.load_provenance(folder).get("complete"):
+            complete = results.load_provenance(folder).get("complete")
+        # A process that was killed at its start may have left no config.yaml.
+        if resume and (complete or path.is_file() or Checkpoints(folder).exist()):
+            config = _as_begun(config, path)
+        if complete:
             if main:  # the process may have been killed while it removed these
                 results.remove_unfinished(folder)
                 Checkpoints(folder).remove()
             return folder
         sharded = accelerator.distributed_type == DistributedType.FSDP
         check_shares(config, accelerator.num_processes, sharded)
+        write_samples(config, print if main and not quiet else lambda line: None)
         return Run(config, folder, accelerator, quiet, resume).train()
 
 
-def _as_begun(config: TrainConfig, folder: Path, quiet: bool) -> TrainConfig:
-    """Reset the fields that the version that began the run did not have.
+@contextlib.contextmanager
+def hold(folder: Path) -> Iterator[None]:
+    """Hold the lock of a run's folder: the file `train.lock`, whose text names the process.
 
-    Raises ValueError for another configuration than the run's.
+    The operating system releases the lock when a process ends, so the file of a killed process
+    stops nobody. Makes the folder if needed, and removes it again if it stays empty. Raises
+    FileExistsError, naming the process, when another one holds it.
     """
-    path = folder / "config.yaml"
-    if not path.is_file():
-        return config
-    before = vars(TrainConfig.load(path))
-    written = yaml.safe_load(path.read_text(encoding="utf-8"))
-    later = {name: value for name, value in before.items() if name not in written}
-    unused = ", ".join(name for name in later if vars(config)[name] != later[name])
-    if unused and not quiet:
-        print(f"{folder} was begun by a version without {unused}; it goes on so", flush=True)
-    config = dataclasses.replace(config, **later)
-    if changes := config.changes(before):
-        raise ValueError(f"{folder} holds a run of another configuration: {changes}")
-    return config
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"{folder} is a file; a run is a folder")
+    new = not folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / results.LOCK
+    lock = filelock.FileLock(path, blocking=False)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        holder = path.read_text().strip() or "another process"  # it may have just begun
+        raise FileExistsError(
+            f"{folder} is held by {holder} ({path}): wait for it, or choose another folder"
+        ) from None
+    try:
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        lock.release()
+        if new:
+            with contextlib.suppress(OSError):  # not empty: it holds a run
+                folder.rmdir()
 
 
-def wrap_layers() -> bool:
-    """Let FSDP gather one decoder layer at a time where the launcher got no wrap policy.
-
-    Accelerate would gather all layers at once and keep them until the backward pass is over.
-    Returns True on the rank that prints this.
-    """
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true":
-        return False
-    if "FSDP_AUTO_WRAP_POLICY" in os.environ:
-        return False
-    os.environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-    return os.environ.get("RANK", "0") == "0"
-
-
-def check_folder(
-    config: TrainConfig, folder: Path, *, overwrite: bool = False, resume: bool = False
-) -> None:
-    """Refuse options and a folder that do not suit each other, as `train` does."""
-    _check_options(config, folder, overwrite, resume)
-    _check_state(folder, results.run_state(folder), resume, overwrite)
-
-
-def _check_options(config: TrainConfig, folder: Path, overwrite: bool, resume: bool) -> None:
-    """Refuse options that no folder of a run suits."""
+def _check_folder(config: TrainConfig, folder: Path, overwrite: bool, resume: bool) -> None:
+    """Refuse options and a folder that do not suit each other."""
     if resume and overwrite:
         raise ValueError("--resume goes on with a run and --overwrite deletes it; give one of them")
-    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
-        kind = "a file" if folder.exists() else "a link to nothing"
-        raise FileExistsError(f"{folder} is {kind}; a run is a folder")
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"the teacher {teacher} is in {folder}; give the run another folder")
-
-
-def _check_state(folder: Path, state: str, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder whose `results.run_state` does not suit the options."""
+    state = results.run_state(folder)
     if state == "else":
-        missing = ", ".join(results.missing_of_run(folder))
         raise FileExistsError(
-            f"{folder} is no run (it has no {missing}), so it is left alone: put back a copy of "
-            "these files, or choose another folder"
+            f"{folder} is left alone: it is not empty, and no run, which has config.yaml, "
+            "provenance.json and log.csv; choose another folder"
         )
     if state == "nothing" and resume:
         raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
@@ -151,23 +141,32 @@ def _check_memory(config: TrainConfig) -> None:
     weights = config.hidden_size * (config.vocab_size + config.num_layers * projections)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 4 * weights > memory:
-        raise MemoryError(
-            f"{weights:.3g} weights in fp32 need {4 * weights / 2**30:.3g} GiB, "
-            f"and this machine has {memory / 2**30:.3g} GiB"
-        )
+        raise MemoryError(f"{weights:.3g} weights in fp32, and {memory / 2**30:.3g} GiB of memory")
+
+
+def _as_begun(config: TrainConfig, path: Path) -> TrainConfig:
+    """Return the configuration with which a run was begun, perhaps by an older version.
+
+    Fields that the older version lacked keep their defaults. Raises ValueError where one of the
+    others differs from `config`.
+    """
+    begun = TrainConfig.load(path)
+    if changes := config.changes(yaml.safe_load(path.read_text(encoding="utf-8"))):
+        raise ValueError(f"{path.parent} holds a run of another configuration: {changes}")
+    return begun
 
 
 def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
     """Refuse a step that leaves a process without text, or sharded processes waiting forever."""
     sequences = config.batch_tokens // config.context
-    sizes = f"batch_tokens {config.batch_tokens}, context {config.context}"
-    step = f"a step has {sequences} sequences ({sizes}) for {processes} processes"
+    step = f"a step of batch_tokens {config.batch_tokens} has {sequences} sequences"
     if sequences < processes:
-        raise ValueError(f"{step}; each needs at least one")
+        raise ValueError(f"{step}, and there are {processes} processes; each needs at least one")
     least, most = sequences // processes, math.ceil(sequences / processes)
     micro = config.micro_batch or most
     if sharded and math.ceil(least / micro) != math.ceil(most / micro):
         raise ValueError(
-            f"{step}: with micro_batch {micro} some have one more forward pass, which FSDP does "
-            "not allow; make batch_tokens a multiple of context times processes"
+            f"{step} for {processes} processes: with micro_batch {micro} some have one more "
+            "forward pass, which FSDP does not allow; make batch_tokens a multiple of context "
+            "times processes"
         )

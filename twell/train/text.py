@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 from pathlib import Path
@@ -29,25 +30,50 @@ def _sha256(tokens: np.ndarray) -> str:
 
 def run_text(
     run: str | Path, valid_tokens: int | None = None
-) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream, corpus.Blocks]:
-    """Return a run's tokenizer, training blocks and validation blocks.
+) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream | None, corpus.Blocks]:
+    """Return a run's tokenizer, training blocks (None: not read) and validation blocks.
 
-    valid_tokens: the number of validation tokens, instead of the run's own. Raises ValueError when
-    the validation text has changed since the run started; the training tokens are not read.
+    The tokens of the run's own validations are in its folder, unless an older version wrote it.
+    valid_tokens: another number of validation tokens, for which the text has to be at hand. Raises
+    ValueError when the validation text has changed since the run started.
     """
-    config = TrainConfig.load(Path(run) / "config.yaml")
+    run = Path(run)
+    config = TrainConfig.load(run / "config.yaml")
+    if valid_tokens is None and (kept := _kept_tokens(run)) is not None:
+        tokenizer = corpus.load_tokenizer(str(run / "model"), config.vocab_size)
+        return tokenizer, None, corpus.Blocks(kept, config.context)
     number = config.valid_tokens if valid_tokens is None else valid_tokens
     tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
-    check_text(run, {"validation": _sha256(valid.tokens[: config.valid_tokens])})
+    hashes = {"validation": _sha256(valid.tokens[: config.valid_tokens])}
+    check_inputs(run, {"text_sha256": hashes})
     return tokenizer, blocks, valid
 
 
-def check_text(run: str | Path, hashes: dict[str, str]) -> None:
-    """Raise ValueError when a run started with tokens of other hashes."""
-    expected = results.load_provenance(run).get("text_sha256") or {}  # older versions wrote none
-    if changed := [part for part in hashes if hashes[part] != expected.get(part, hashes[part])]:
+def _kept_tokens(run: Path) -> np.ndarray | None:
+    """Return the validation tokens in a run's folder, None unless they are there and whole."""
+    with contextlib.suppress(OSError, ValueError, EOFError, KeyError):
+        tokens = np.load(run / results.VALID)
+        if _sha256(tokens) == results.load_provenance(run)["text_sha256"]["validation"]:
+            return tokens
+    return None
+
+
+def check_inputs(run: str | Path, hashes: dict) -> None:
+    """Raise ValueError when a run started with another text or teacher.
+
+    hashes: fields of its provenance, of which versions of old wrote none.
+    """
+    before = results.load_provenance(run)
+    text, teacher = hashes["text_sha256"], hashes.get("teacher_sha256")
+    old = before.get("text_sha256") or {}
+    if changed := [part for part in text if text[part] != old.get(part, text[part])]:
         raise ValueError(
             f"the text of {run} has changed since the run started: "
             f"its {' and '.join(changed)} tokens differ; "
             "put back the text that config.yaml names, or train a new run"
+        )
+    if teacher and before.get("teacher_sha256", teacher) != teacher:
+        raise ValueError(
+            f"the teacher of {run} has changed since the run started: its weights or config.json "
+            "differ; put them back, or train a new run"
         )

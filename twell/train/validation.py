@@ -39,14 +39,3 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: Blocks, batch: int
     for ffn, counted in zip(model.ffns, before, strict=True):
         ffn.stats.counters = counted
     return {name: total / len(blocks) for name, total in totals.items()} | {"layers": layers}
-
-
-def counters(model: SparseLlamaForCausalLM) -> list[tuple]:
-    """Return each layer's (neuron_counts, histogram), as they are, for a checkpoint."""
-    return [next(iter(ffn.stats.counters.values()), (None, None)) for ffn in model.ffns]
-
-
-def restore_counters(model: SparseLlamaForCausalLM, counters: list[tuple]) -> None:
-    """Put back what `counters` returned."""
-    for ffn, (counts, histogram) in zip(model.ffns, counters, strict=True):
-        ffn.stats.counters = {} if counts is None else {counts.device: (counts, histogram)}
