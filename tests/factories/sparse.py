@@ -6,7 +6,6 @@ import functools
 import math
 import random
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
