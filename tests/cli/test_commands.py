@@ -50,7 +50,7 @@ def python(code, **environment):
 
 def test_every_command_has_help_with_an_example_that_parses(capsys):
     commands = list(every_command())
-    assert len(commands) == 15
+    assert len(commands) == 16
     for command in commands:
         assert main([*command.split(), "--help"]) == 0
         example = capsys.readouterr().out.partition("Example: twell ")[2]
