@@ -72,7 +72,7 @@ STAGES = {
     "at the row after Ctrl-C": (8, signal.SIGINT, {}),
     "at the row after SIGTERM": (8, signal.SIGTERM, {}),
     "in a stage of a student's threshold": (15, signal.SIGINT, "threshold=0.1 l1_coefficient=0"),
-    "in a stage of a student's L1": (15, signal.SIGINT, "l1_growth=1.2 l1_stage_steps=10"),
+    "in a stage of a student's L1": (15, signal.SIGINT, "l1_growth=1.2 l1_stage_steps=5"),
 }
 
 
@@ -82,8 +82,9 @@ def test_a_run_resumes_exactly(request, tiny_config, tiny_text, tmp_path, stage)
     if fields == "stream":
         config = stream_config(tiny_config, tiny_text, tmp_path / "hub")
     elif isinstance(fields, str):
-        brief = "tokens=10240 l1_stage_steps=5 active_share=0.2 hidden_weight=0.5 micro_batch=3"
+        brief = "tokens=10240 active_share=0.2 hidden_weight=0.5"
         config = request.getfixturevalue("config")(*brief.split(), *fields.split())
+        config = dataclasses.replace(config, micro_batch=3)
     else:
         every = {} if number else {"checkpoint_every": 2}
         config = dataclasses.replace(tiny_config, **every | fields)
