@@ -233,7 +233,7 @@ def test_the_site_gathers_pages_with_links_that_hold(tmp_path):
     notebook = json.loads((source / "notebooks" / "n.ipynb").read_text())
     assert "widgets" not in notebook["metadata"]
     own, prose, widget = notebook["cells"]
-    assert own["source"] == "a = 1\nb = 2"  # without papermill's parameters
+    assert "".join(own["source"]) == "a = 1\nb = 2"  # without papermill's parameters
     assert prose["source"] == "# N\n[a](../docs/a.md)"
     html = widget["outputs"][1]["data"]["text/html"]
     assert '<iframe class="inspector" src="view.html"' in html
