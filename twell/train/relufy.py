@@ -95,6 +95,11 @@ class Student(nn.Module):
         """Return the student of a configuration, with its teacher on `device`."""
         kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
         teacher = load_stock(config.teacher, kind).to(device)
+        for name, weight in teacher.named_parameters():
+            if not weight.isfinite().all():
+                raise ValueError(
+                    f"{name} of the teacher {config.teacher} is not finite; put back a whole copy"
+                )
         teacher.requires_grad_(False).eval()
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change the weights little
