@@ -323,7 +323,8 @@ def training(data: Recorded) -> Iterator[Row]:
     race = analysis.race(*data.runs("flagship-300m-l1-0 flagship-300m-l1-6e-4"))
     first, second = analysis.reached(race).itertuples()
     change, limit = percent(second.last / first.last), noise_limit(data.choices, LOSS, 1, 1)
-    note = f"on its own training text the price is {percent(second.train_last / first.train_last):+.1f}%"
+    train = percent(second.train_last / first.train_last)
+    note = f"on its own training text the price is {train:+.1f}%"
     verdict = at_most(2, change, limit)
     yield row("training_race_loss", f"{change:+.1f}%", verdict, f"{limit:.1f}", 1, note)
     active, dead = (

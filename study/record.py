@@ -118,7 +118,7 @@ NEW: dict[str, tuple[str, str]] = {
         )
     },
 }
-# `twell relufy` on other numbers of tokens: steps between validations, of an L1 stage, between rows.
+# `twell relufy` by numbers of tokens: steps between validations, of an L1 stage, between rows.
 STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 20), "4e7": (120, 40, 40), "8e7": (240, 80, 40)}
 STAGES |= {"1.2e8": (360, 120, 60), "1.6e8": (480, 160, 40), "2e8": (600, 200, 40)}
 
@@ -222,7 +222,7 @@ class Runner:
         return not code
 
     def parts(self, names: list[str], places: list[str]) -> bool:
-        """Run parts, one at a time in each place: a GPU, or several. Return whether all succeeded."""
+        """Run parts, one at a time in each place, a GPU or several; return whether all succeeded."""
         waiting, succeeded = list(names), []
 
         def work(gpus: str) -> None:

@@ -29,8 +29,8 @@ __getattr__, __dir__, __all__ = hand_on(
         ".quantized": "DENSE_FP8_BY fastest fp8_quality of_fp8_calls side_of speed_and_quality",
         ".relufied": "ORIGINAL STUDENTS WITHOUT_L1 gains_by_share relufied_answers "
         "relufied_budgets relufied_frontier relufied_outlook relufied_pairs relufied_runs",
-        ".runs": "FINDINGS MAX_PRICE PEAK_WITHIN choice described findings fits groups levels price_at "
-        "readable settles_after shared sweep traced_model training_curves",
+        ".runs": "FINDINGS MAX_PRICE PEAK_WITHIN choice described findings fits groups levels "
+        "price_at readable settles_after shared sweep traced_model training_curves",
         ".speed": "BASELINE Bench at_level beside_imposed by_case correlation crossovers "
         "decode_speedups layer_contributions layer_parts layers_at level_gains model_speedups "
         "near_level scale_table speedups step_speedups training_speedups",

@@ -135,7 +135,7 @@ def contexts(
 
 
 def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
-    """Return position, token, active (mean over layers) and logprob of a sequence's first tokens."""
+    """Return activity (mean over layers) and logprob of a sequence's first tokens."""
     rows = np.flatnonzero(trace.sequence == sequence)[:num_tokens]
     table = pd.DataFrame({"position": trace.position[rows]})
     table["token"] = [trace.strings[row] for row in rows]
@@ -144,7 +144,7 @@ def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
 
 
 def firing(trace: twell.Trace, layer: int, start: int, num_tokens: int) -> pd.DataFrame:
-    """Return the active neurons of consecutive tokens in one layer: place (from 0), token, neuron."""
+    """Return the active neurons of consecutive tokens in a layer: place (from 0), token, neuron."""
     active = trace.layer(layer)[start : start + num_tokens]
     place = np.repeat(np.arange(num_tokens), np.diff(active.indptr))
     words = np.array(trace.strings[start : start + num_tokens])

@@ -84,7 +84,7 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
 
 
 def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return the mean accuracy of each run with answers (%), and its difference from each reference.
+    """Return the mean accuracy (%) of each run with answers, and its difference from references.
 
     table, pairs: `relufied_runs` and `relufied_pairs`. Differences are in points with the 95%
     interval over items. worse: the number of tasks whose whole interval is below the original.

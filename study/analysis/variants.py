@@ -58,7 +58,7 @@ def compared_level(table: pd.DataFrame) -> float:
 
 
 def remedied(runs: pd.DataFrame, level: float) -> pd.DataFrame:
-    """Return the complete runs at a level with a remedy for dead neurons, and the recipe's (Fig. 8).
+    """Return the complete runs at a level with a remedy for dead neurons, and the recipe's.
 
     No rows where there is no remedy.
     """
@@ -244,7 +244,7 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
 
 def paper_sizes(paper: pd.DataFrame) -> pd.DataFrame:
-    """Return the paper's four sizes at 2e-5, with columns of `sizes`; NaN where it prints nothing."""
+    """Return the paper's sizes at 2e-5, with columns of `sizes`; NaN where it prints nothing."""
     active = paper[(paper["metric"] == "avg_nonzeros") & (paper["l1"] == 2e-5)]
     loss = paper[(paper["source"] == "Table 3") & (paper["activation"] == "ReLU")]
     loss = loss[loss["metric"] == "cross_entropy"]
