@@ -5,7 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 from setuptools.command.editable_wheel import editable_wheel
 
-if not (Path(__file__).parent / "twell" / "kernels" / "ops.py").is_file():
+if not (Path(__file__).parent / "twell" / "kernels" / "options.py").is_file():
     raise SystemExit(
         "twell/kernels is not a link to ../kernels (some programs that unpack archives make a text file of a link), "
         "so the package would have no kernels: clone the repository with git, or delete twell/kernels and "
