@@ -225,7 +225,7 @@ def fig_around_word(table: pd.DataFrame, word: str, about: str = "") -> Figure:
     ax.axhline(0, color="0.4", linewidth=0.6)
     known = "; 95% interval" if table["low"].notna().any() else ""
     ax.set(
-        xlabel="factor of the neuron's h (0: silent, 1: unchanged)",
+        xlabel="factor of the neuron's h\n(0: silent, 1: unchanged)",
         ylabel=f"rise of the loss\n(nats a token{known})",
         title=f"the word {visible(word)}",
     )
