@@ -243,8 +243,8 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
 def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the complete runs with a teacher, by run, with their level and name.
 
-    They may differ only in what was asked for. name: the level with the tokens where they are not
-    the usual ones, and with the run where several were asked for the same.
+    They may differ only in the target sparsity. name: the level, with the tokens where the number is
+    unusual, and with the run where several have the same level and tokens.
     """
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers].copy()

@@ -358,7 +358,7 @@ def relufied_frontier(
     """Draw how much less accurate than the original students are over their divergence from it.
 
     pairs, table, frontier: `analysis.relufied_pairs`, `analysis.relufied_runs` and
-    `analysis.relufied_frontier`. A mark a run, of the colour of its wanted share.
+    `analysis.relufied_frontier`. Each mark is one run; its colour is the target share.
     """
     figure, ax = base.panel(base.PAGE, 2.9)
     means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == analysis.ORIGINAL)]

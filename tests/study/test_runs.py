@@ -385,7 +385,7 @@ def test_what_all_models_share_is_no_accident():
     assert seeds.loc["first_two_least"].tolist() == [3, 3, "in all"]
     assert every.loc["first_two_least"].tolist() == [3, 4, "in some"]
     assert every.loc["ten_times"].tolist() == [4, 5, "in some"]
-    assert seeds.loc["no_overflow", "models"] == 2  # of those that were traced
+    assert seeds.loc["no_overflow", "models"] == 2  # two of the three have traces
 
 
 def test_points_have_intervals_where_there_are_seeds():
