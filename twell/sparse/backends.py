@@ -1,16 +1,15 @@
 """How a `SparseFFN` computes a pass: by its modules, by the reference, or by the kernels.
 
-layer.py decides whether the modules compute; `sparse` serves all other calls. x is [..., K], rows
-are its tokens [M, K], and `wants` says what the pass computes beside y.
+layer.py decides whether the modules compute; `sparse` serves all other calls. `ffn` is a SparseFFN,
+x is [..., K], rows are its tokens [M, K], and `wants` says what the pass computes beside y.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twell.sparse import float8, reference
 from twell.sparse.activations import Weights, add_bias
@@ -18,11 +17,8 @@ from twell.sparse.observe import Activity, Result, Wants
 from twell.sparse.plan import Choice
 from twell.sparse.projections import tensors_of
 
-if TYPE_CHECKING:
-    from twell.sparse.layer import SparseFFN
 
-
-def dense(ffn: SparseFFN, x: Tensor, wants: Wants) -> Result:
+def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
     """Compute by the layer's modules."""
     g, h = ffn.activations(x)
     if (wants.l1 or wants.activity) and g.shape[-1] != ffn.intermediate_size:
@@ -46,7 +42,7 @@ def dense(ffn: SparseFFN, x: Tensor, wants: Wants) -> Result:
     return Result(y.to(h.dtype), l1, activity)
 
 
-def sparse(ffn: SparseFFN, rows: Tensor, wants: Wants) -> Result:
+def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
     """Compute without the modules; by them where the kernels cannot."""
     if ffn.backend == "reference":
         return _reference(ffn, rows, wants)
@@ -78,7 +74,7 @@ def sparse(ffn: SparseFFN, rows: Tensor, wants: Wants) -> Result:
     return result
 
 
-def _wants_only_y(ffn: SparseFFN, rows: Tensor, wants: Wants) -> bool:
+def _wants_only_y(ffn: nn.Module, rows: Tensor, wants: Wants) -> bool:
     if wants.l1 or wants.activity:
         return False
     if not torch.is_grad_enabled() or ffn.quantized:
@@ -86,7 +82,7 @@ def _wants_only_y(ffn: SparseFFN, rows: Tensor, wants: Wants) -> bool:
     return not any(tensor.requires_grad for tensor in (rows, *ffn.parameters()))
 
 
-def _train(ffn: SparseFFN, rows: Tensor, wants: Wants) -> Result:
+def _train(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
     """Compute with gradients, L1 term or activity: sparsely where `train_path` allows it."""
     sparsely = ffn.train_path is not None and not ffn.quantized
     if not (sparsely and torch.is_grad_enabled() and rows.numel()):
@@ -102,7 +98,7 @@ def _train(ffn: SparseFFN, rows: Tensor, wants: Wants) -> Result:
         return training_ops.sparse_train(x, weights, *given)
 
 
-def _reference(ffn: SparseFFN, rows: Tensor, wants: Wants) -> Result:
+def _reference(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
     if ffn.quantized and (wants.l1 or wants.activity):
         return dense(ffn, rows, wants)
     x, weights, x_scale = operands(ffn, rows)
@@ -119,7 +115,7 @@ def _reference(ffn: SparseFFN, rows: Tensor, wants: Wants) -> Result:
     return Result(y, l1, Activity.of(active, wants.token_mask) if wants.activity else None)
 
 
-def operands(ffn: SparseFFN, rows: Tensor) -> tuple[Tensor, Weights, Tensor | None]:
+def operands(ffn: nn.Module, rows: Tensor) -> tuple[Tensor, Weights, Tensor | None]:
     """Return the rows, weights and scales of rows that the kernels read, in autocast's type.
 
     Compiled, rows of a layer with FP8 weights are quantised here. A weight that lost the kernels'
