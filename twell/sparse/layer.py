@@ -114,29 +114,27 @@ class SparseFFN(nn.Module):
 
     Input [..., K], output [..., K].
 
-    Watching. `with twell.collect_l1(layer) as terms:` holds the L1 terms of the passes inside.
-    `stats` has the activity that collectors counted (observe.py).
+    Watching. Passes inside of `with twell.collect_l1(layer) as terms:` append their L1 terms to
+    `terms`. `stats` counts the activity that a collector asked for (observe.py).
 
-    Changing. With `silenced` set the output is zero. With `edit` set (edit.py; by twell.intervene)
-    the output has other values of some neurons. Both still count in the L1 term and in `stats`.
+    Changing. `silenced` makes the output zero. `edit` (edit.py, set by twell.intervene) changes the
+    values of some neurons. The L1 term and `stats` count these neurons all the same.
 
-    Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
-    layer. They follow from `calibration` (measured times; None: those of the card) and from the
-    activity: `twell.tune` fixes it, else the layer observes it at fixed numbers of eager calls.
-    `plan` is that of eager calls, the first of which also loads the kernels of a graph. Code of
-    torch.compile keeps the plans it was made with, so tune first, or run a batch. It takes the path
-    for a CUDA graph where torch.compile will capture it, and within `captured_by_hand`. `path` is
-    that of the backend "triton": "rowwise", "union", "decode" or "dense"; None: by the number of
-    tokens. While `readable` is False every sparse backend calls the projections, and `repr` says
-    why.
+    Choosing. `backend="auto"` follows `plans`: pairs (most tokens, path) for eager calls, for code
+    of torch.compile and for CUDA graphs. `plan` is the one for eager calls. A plan follows from
+    measured times (`calibration`; None: the defaults of the card) and from the activity, which
+    `twell.tune` fixes, or which the layer observes at fixed numbers of eager calls. Compiled code
+    keeps the plans that it was compiled with, so tune first, or run a batch. `backend="triton"`
+    takes `path`: "rowwise", "union", "decode" or "dense"; None: by the number of tokens. While
+    `readable` is False every sparse backend calls the projections, and `repr` says why.
 
     Ordering. With `token_order` set (order.py; by twell.order_tokens) the sparse backends compute
     that many tokens in this order, for smaller unions.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
-    of `capacity` active entries per token. With `h_dropout`, an nn.Dropout, whose rate is above 0,
-    entries of h are dropped in training mode, and the layer computes densely.
+    of `capacity` active entries per token. A module `h_dropout`, an nn.Dropout with a rate above 0,
+    drops entries of h in training mode; the layer then computes densely.
 
     Raises ValueError for an unknown activation or backend, RuntimeError for one that cannot run
     here. Paper: the feed-forward block; App. A.1 and B.2.1.
