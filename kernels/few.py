@@ -256,7 +256,7 @@ def few_down_kernel(
 
 
 class Plan(NamedTuple):
-    """Sizes of a number of tokens, and what the three launches are given; see the module."""
+    """Launch plan for one token count; see the module."""
 
     block: int
     num_blocks: int

@@ -22,7 +22,7 @@ LIKE |= dict.fromkeys(("sm_100", "sm_103"), "sm_90") | dict.fromkeys(("sm_120", 
 TABLE = """
 kernel            | options      | default        | sm_80          | sm_89          | sm_90  | cpu
 
-The largest tiles that fit: within 5% of cuBLAS, smaller ones within 9% [Gate and unions].
+The largest tiles that fit: within 5% of cuBLAS, smaller ones within 9% [Gate].
 gate_tokens       | BM BN BK w s | 64 128 32 4 2  | 128 128 64 8 3 | 128 128 32 8 3 | 128 256 64 8 3
 gate_neurons      | BM BN BK w s | 128 64 32 4 2  | 128 128 64 8 3 | 128 128 32 8 3 | 256 128 64 8 3
 
@@ -32,12 +32,12 @@ gate_tokens_fp8 | BM BN BK w s | 64 128 32 4 2| | 128 128 64 8 3 | 128 256 128 8
 gate_neurons_fp8| BM BN BK w s | 128 64 32 4 2| | 128 128 64 8 3 | 256 128 128 8 3| 256 128 64 8 3
 
 gate_hopper.py, on sm_90 alone; w of a consumer; the compiler pipelines nothing. On an H100, 131,072
-tokens: 4.19 ms, in groups of 8 4.58, gate_neurons 4.48, cuBLAS 4.24 [One gate on Hopper].
+tokens: 4.19 ms, in groups of 8 4.58, gate_neurons 4.48, cuBLAS 4.24 [Gate].
 gate_neurons_hopper     | BM BN BK STAGES GROUP w s | | | | 256 128 64 4 4 4 1
 gate_neurons_hopper_fp8 | BM BN BK STAGES GROUP w s | | | | 256 128 128 4 4 4 1
 gate_tokens_hopper      | BM BN BK STAGES GROUP w s | | | | 128 256 64 4 8 4 1
 
-128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [first version].
+128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [Row-wise].
 gate_words        | BM BK w s    | 16 32 4 2      | 64 32 8 3      | 32 32 4 3      | 128 64 8 3
 
 One pass over the words of a block; not tuned.
@@ -45,7 +45,7 @@ union_lists       | CHUNK w s    | 4096 8 1
 
 By the tokens of a block. PER_SM programs stay resident on each multiprocessor, so that many bytes
 are in flight: 1.37 ms with three, 1.43 with two; 1.26 for blocks of 128, 1.55 with 8 warps
-[Gate and unions].
+[Unions].
 union_up_64       | BN BK PER_SM w s | 64 32 2 4 2 | 128 64 2 4 3  | 128 64 1 4 3   | 128 64 3 4 3
 union_up_128      | BN BK PER_SM w s | 64 32 2 4 2 | 128 64 1 4 3  | 128 32 1 4 3   | 128 64 2 4 3
 
@@ -54,7 +54,7 @@ union_up_64_fp8   | BN BK PER_SM w s | 64 32 2 4 2 |               | 128 128 1 4
 union_up_128_fp8  | BN BK PER_SM w s | 64 32 2 4 2 |               | 128 64 1 4 3   | 128 128 2 4 3
 
 Short steps and many stages, two of which go to reading the list in the same loop: 1.00 ms; steps of
-64 with 3 stages 1.24 [Gate and unions].
+64 with 3 stages 1.24 [Unions].
 union_down_64     | BN BK w s    | 128 32 4 2     | 256 32 4 5     | 128 32 4 5     | 256 32 4 5
 union_down_128    | BN BK w s    | 128 32 4 2     | 128 32 4 6     | 128 32 4 4     | 128 32 4 6
 
@@ -68,13 +68,13 @@ Unrolling 2 or 4 neurons: 3.3 ms skewed (3.5), but 3.9 to 4.2 even (3.7) [Row-wi
 rowwise           | s            | 2
 
 Tiles that overflow are computed AGAIN_N neurons at a time: registers limit the number. 4 neurons in
-pieces of 512: 0.79 ms; pieces of 128: 1.26 [first version]. The interpreter is slow per loop
+pieces of 512: 0.79 ms; pieces of 128: 1.26 [Row-wise]. The interpreter is slow per loop
 iteration, so it takes larger blocks.
 twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2 |              |                |       | 256 128 2
 
 By the most tokens: narrow tiles give every multiprocessor work, deep pipelines hide latency. us of
 the path, and with other options: 16 tokens 18.3 (19.6), 32: 19.9 (21.1), 64: 21.9 (23.8), 128: 27.8
-(29.1), 256: 33.9 (47.2), 512: 49.1 (63.9). FP8 has the same, untuned [Few tokens, again].
+(29.1), 256: 33.9 (47.2), 512: 49.1 (63.9). FP8 has the same, untuned [Few tokens].
 few_gate_16       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 4     | 64 256 4 5
 few_gate_32       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 128 4 3     | 64 256 4 4
 few_gate_64       | BN BK w s    | 64 64 4 2      | 64 128 4 4     | 64 64 4 4      | 64 128 4 6
@@ -83,7 +83,7 @@ few_gate_256      | BN BK w s    | 64 32 4 2      | 128 64 8 4     | 128 32 8 4 
 few_gate_512      | BN BK w s    | 64 32 4 2      | 128 64 8 3     | 128 32 8 3     | 128 64 4 3
 
 TM tokens of a block, at most all of it; BN places in the lists of JOIN segments. Two warps leave
-shorter chains of reductions: 16 tokens 18.5 (19.5 with four) [Few tokens, again].
+shorter chains of reductions: 16 tokens 18.5 (19.5 with four) [Few tokens].
 few_up_16  | TM BN BK JOIN w s|16 16 64 1 4 2|16 16 256 1 4 4|16 16 128 1 4 4|16 16 512 1 2 3
 few_up_32  | TM BN BK JOIN w s|16 16 64 1 4 2|16 16 256 1 4 4|16 16 128 1 4 4|32 16 256 2 2 5
 few_up_64  | TM BN BK JOIN w s|32 16 64 1 4 2|32 16 256 1 4 4|32 16 128 1 4 4|64 16 256 1 4 4
@@ -95,7 +95,7 @@ few_down_256      | TM BN BK w s | 64 32 32 4 2   | 64 32 64 4 5   | 64 32 64 4 
 few_down_512      | TM BN BK w s | 64 64 32 4 2   | 128 64 32 4 6  | 128 64 32 4 5  | 128 64 64 4 8
 
 BK: words of eight neurons, by the most tokens. One token: 11.8 us; 16 words a step 12.8, 4 warps
-11.9 [Decoding]. Three tokens: 16.2; 64 words a step 18.3 [Few tokens, again].
+11.9 [Few tokens]. Three tokens: 16.2; 64 words a step 18.3 [Few tokens].
 decode_down_2     | BN BK w s    | 16 16 4 1      | 16 64 8 1      | 16 64 8 1      | 16 64 8 1
 decode_down_4     | BN BK w s    | 16 16 4 1      | 16 128 8 1     | 16 128 8 1     | 16 128 8 1
 
@@ -105,13 +105,13 @@ dense             | BLOCK w s    | 4096 8 1
 WORDS of 32 tokens in one step; not tuned.
 training_index    | BN WORDS w s | 16 128 4 1
 
-BN divides the neurons of a tile of union_up_64. 0.126 ms; 64 neurons 0.165 [Tuning].
+BN divides the neurons of a tile of union_up_64. 0.126 ms; 64 neurons 0.165 [Training].
 training_elements | BN w s       | 32 8 1
 
-Four entries at a time: 0.43 ms; eight 0.44, one slower by a third [Tuning].
+Four entries at a time: 0.43 ms; eight 0.44, one slower by a third [Training].
 training_lists    | UNROLL s     | 4 1
 
-Wide tiles win where the backup has many rows: 1.24 ms; 128 x 128 1.51 [Tuning].
+Wide tiles win where the backup has many rows: 1.24 ms; 128 x 128 1.51 [Training].
 training_backup   | BH BN BT w s | 64 64 32 4 2   | 64 128 64 4 3  | 64 128 64 4 3  | 128 256 64 8 3
 
 SLOTS entries of a list at a time: registers limit them on a GPU. Not tuned, as all of hybrid.
@@ -145,20 +145,20 @@ BY_TOKENS = {
 }
 
 # Tiles of the gate are taken in columns of so many row tiles, so that resident programs share rows
-# of x and w in the cache. Groups of 32: 4.8 to 5.2 ms (4.6) [Gate and unions].
+# of x and w in the cache. Groups of 32: 4.8 to 5.2 ms (4.6) [Gate].
 GATE_GROUP = 8
 # Versions of Triton whose Gluon compiles gate_hopper.py. Any other version may have changed Gluon.
 GLUON_VERSIONS = "3.6.", "3.7."
 # gate_hopper.py needs two tiles a program to overlap them, and this many steps of the summed axis.
 HOPPER_TILES, HOPPER_STEPS = 2, 4
 # Up to so many tokens decode.py computes without tensor cores: 16.2 us for 3 tokens, few.py 17.0;
-# for 4 tokens 17.9 and 17.1 [Few tokens, again].
+# for 4 tokens 17.9 and 17.1 [Few tokens].
 VECTOR_TOKENS = 3
 # Up to so many in code of torch.compile, which cannot trace few.py.
 TRACED_TOKENS = 4
 # Up to so many tokens the kernels of few.py overlap: 34.4 us for 256 (35.1), but 51.3 for 512
 # (50.7) [Few tokens]. Those of decode.py overlap for one token: 11.6 us (12.5); for two they took
-# 14.4 (13.8), for one in FP8 13.1 (12.2) [Few tokens, again].
+# 14.4 (13.8), for one in FP8 13.1 (12.2) [Few tokens].
 DEPENDENT_TOKENS = 256
 
 
@@ -166,7 +166,7 @@ def block_tokens(*, fp8: bool) -> int:
     """Tokens that share a union in inference.
 
     131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84
-    [One gate on Hopper].
+    [Gate].
     """
     return 64 if fp8 else 128
 
@@ -182,7 +182,7 @@ def row_warps(block_k: int) -> int:
 def decode_up(hidden_size: int) -> dict[str, int]:
     """Launch options of decode_up_kernel: BN whole rows of weights in registers.
 
-    Two neurons a program are slower for 1 and 2 tokens [Decoding].
+    Two neurons a program are slower for 1 and 2 tokens [Few tokens].
     """
     block_k = 1 << (hidden_size - 1).bit_length()
     return with_fusion(BN=1, BK=block_k, num_warps=min(max(block_k // 2048, 1), 16), num_stages=1)

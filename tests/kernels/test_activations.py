@@ -15,6 +15,7 @@ from twell import SparseTraining
 from twell.kernels import training
 from twell.sparse import ops, reference
 from twell.sparse.activations import get_activation
+from twell.sparse.backends import operands
 
 slow = pytest.mark.slow
 # (activation, threshold, gated)
@@ -145,7 +146,7 @@ def test_auto_counts_what_is_above_the_threshold(path):
     x = torch.randn(5, 16, dtype=torch.float16, device=DEVICE)
     counters = torch.zeros(4, dtype=torch.int64, device=DEVICE)
     with torch.no_grad():
-        rows, weights, _ = ffn._operands(x)
+        rows, weights, _ = operands(ffn, x)
         ops.sparse_ffn(rows, weights, path, activity=counters)
         active = ffn.activations(x)[0] != 0
     expected = [5, 1, int(active.sum()), int(active.any(0).sum())]

@@ -19,9 +19,9 @@ def rng():
 @pytest.fixture
 def taken(monkeypatch):
     """Names of the paths called, in order; no call takes the short way of dense ones."""
-    from twell.sparse import ops
+    from twell.sparse import backends, ops
 
-    names, sparse, dense = [], ops.sparse_ffn, SparseFFN._dense
+    names, sparse, dense = [], ops.sparse_ffn, backends.dense
 
     def noted(x, weights, path, **options):
         names.append(path)
@@ -34,7 +34,7 @@ def taken(monkeypatch):
             names.append("dense")
         return dense(layer, *given)
 
-    monkeypatch.setattr(SparseFFN, "_dense", chosen)
+    monkeypatch.setattr(backends, "dense", chosen)
     monkeypatch.setattr(SparseFFN, "_is_quick", lambda *_: False)
     return names
 

@@ -154,8 +154,6 @@ def test_compiled_code_notices_that_it_will_be_captured():
         with torch.no_grad(), captured_by_hand() if by_hand else nullcontext():
             launches = watched_launches(torch.compile(ffn, fullgraph=True, **options), x)
         assert launches == (["union"] if sparse else []), options
-    with pytest.warns(FutureWarning, match="no effect"):
-        ffn.cuda_graphs = False
 
 
 def watched_launches(compiled, x):

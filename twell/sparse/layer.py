@@ -25,19 +25,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from twell.sparse import float8, reference
-from twell.sparse.activations import ACTIVATIONS, RELU, Weights, get_activation
+from twell.sparse import backends, float8
+from twell.sparse.activations import ACTIVATIONS, RELU, get_activation
 from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS
 from twell.sparse.edit import Edit
 from twell.sparse.observe import (
-    Activity,
     ActivityStats,
     Collector,
     Outbox,
@@ -48,15 +45,8 @@ from twell.sparse.observe import (
     summarize_activity,
 )
 from twell.sparse.order import TokenOrder
-from twell.sparse.plan import POWERS, Choice, Chooser, captured_by_hand, situation_of
-from twell.sparse.projections import (
-    is_plain,
-    is_transformed,
-    store_neuron_major,
-    tensors_of,
-    warn_dense,
-    why_called,
-)
+from twell.sparse.plan import POWERS, Chooser, captured_by_hand, situation_of
+from twell.sparse.projections import store_neuron_major, warn_dense, why_called, why_dense
 
 __all__ = [
     "ACTIVATIONS",
@@ -109,18 +99,6 @@ def _gone(name: str, instead: str) -> property:
     return property(refuse, refuse)
 
 
-def without_autocast(device_type: str) -> AbstractContextManager:
-    """Autocast off; nothing where it is off already, since to enter it takes 8 microseconds."""
-    on = torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=False) if on else nullcontext()
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    """Autocast's where it is on."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 class SparseFFN(nn.Module):
     """Feed-forward layer with sparse activations, gated or not, with the parameter names of Llama.
 
@@ -136,29 +114,27 @@ class SparseFFN(nn.Module):
 
     Input [..., K], output [..., K].
 
-    Watching. `with twell.collect_l1(layer) as terms:` holds the L1 terms of the passes inside.
-    `stats` has the activity that collectors counted (observe.py).
+    Watching. Passes inside of `with twell.collect_l1(layer) as terms:` append their L1 terms to
+    `terms`. `stats` counts the activity that a collector asked for (observe.py).
 
-    Changing. With `silenced` set the output is zero. With `edit` set (edit.py; by twell.intervene)
-    the output has other values of some neurons. Both still count in the L1 term and in `stats`.
+    Changing. `silenced` makes the output zero. `edit` (edit.py, set by twell.intervene) changes the
+    values of some neurons. The L1 term and `stats` count these neurons all the same.
 
-    Choosing. The backend "auto" follows `plans`, pairs (most tokens, path) for each way to call the
-    layer. They follow from `calibration` (measured times; None: those of the card) and from the
-    activity: `twell.tune` fixes it, else the layer observes it at fixed numbers of eager calls.
-    `plan` is that of eager calls, the first of which also loads the kernels of a graph. Code of
-    torch.compile keeps the plans it was made with, so tune first, or run a batch. It takes the path
-    for a CUDA graph where torch.compile will capture it, and within `captured_by_hand`. `path` is
-    that of the backend "triton": "rowwise", "union", "decode" or "dense"; None: by the number of
-    tokens. While `readable` is False every sparse backend calls the projections, and `repr` says
-    why.
+    Choosing. `backend="auto"` follows `plans`: pairs (most tokens, path) for eager calls, for code
+    of torch.compile and for CUDA graphs. `plan` is the one for eager calls. A plan follows from
+    measured times (`calibration`; None: the defaults of the card) and from the activity, which
+    `twell.tune` fixes, or which the layer observes at fixed numbers of eager calls. Compiled code
+    keeps the plans that it was compiled with, so tune first, or run a batch. `backend="triton"`
+    takes `path`: "rowwise", "union", "decode" or "dense"; None: by the number of tokens. While
+    `readable` is False every sparse backend calls the projections, and `repr` says why.
 
     Ordering. With `token_order` set (order.py; by twell.order_tokens) the sparse backends compute
     that many tokens in this order, for smaller unions.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
-    of `capacity` active entries per token. With `h_dropout`, an nn.Dropout, whose rate is above 0,
-    entries of h are dropped in training mode, and the layer computes densely.
+    of `capacity` active entries per token. A module `h_dropout`, an nn.Dropout with a rate above 0,
+    drops entries of h in training mode; the layer then computes densely.
 
     Raises ValueError for an unknown activation or backend, RuntimeError for one that cannot run
     here. Paper: the feed-forward block; App. A.1 and B.2.1.
@@ -216,16 +192,6 @@ class SparseFFN(nn.Module):
     record = _gone("record", "twell.sparse.observe.Collector([layer], counts=True)")
     token_mask = _gone("token_mask", "twell.sparse.observe.Collector([layer], token_mask=...)")
     calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Deprecated, and without effect: compiled code notices CUDA graphs by itself."""
-        return True
-
-    @cuda_graphs.setter
-    def cuda_graphs(self, value: bool) -> None:
-        message = "SparseFFN.cuda_graphs has no effect: compiled code notices CUDA graphs by itself"
-        warnings.warn(message, FutureWarning, stacklevel=2)
 
     @property
     def l1(self) -> Tensor | None:
@@ -287,23 +253,7 @@ class SparseFFN(nn.Module):
     @property
     def readable(self) -> bool:
         """Whether reading the projections' weights gives the same as calling them."""
-        return self._why_dense(sharded=True) is None
-
-    def _why_dense(self, *, sharded: bool = False) -> str | None:
-        if _has_any_global_hook():
-            return "every module has hooks"
-        if (drop := self.parts.get("h_dropout")) is not None and drop.p and drop.training:
-            return "h has dropout while training"
-        if is_transformed():
-            return "torch.func or forward-mode AD transforms the call"
-        if not torch.compiler.is_compiling() and all(map(is_plain, self.parts.values())):
-            return None
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            part = getattr(self, name)
-            reason = None if part is None else why_called(part, sharded=sharded)
-            if reason is not None:
-                return f"{name} is {reason}"
-        return None
+        return why_dense(self.parts, sharded=True) is None
 
     @property
     def plan(self) -> tuple[tuple[int, str], ...]:
@@ -364,11 +314,11 @@ class SparseFFN(nn.Module):
         wants = Wants(self.training, trains).beside(None if watch is None else watch.wants)
         order = None if wants.token_mask is not None else self.token_order
         if self._is_dense(rows):  # adapters and hooks may know the batch by the input's shape
-            result = self._dense(x, wants)
+            result = backends.dense(self, x, wants)
         elif order is None or not order.fits(rows):
-            result = self._sparse(rows, wants)
+            result = backends.sparse(self, rows, wants)
         else:
-            result = order.undo(self._sparse(order.take(rows), wants))
+            result = order.undo(backends.sparse(self, order.take(rows), wants))
         self._show(watch, wants, result, leading)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
@@ -399,7 +349,7 @@ class SparseFFN(nn.Module):
         if compiling and self._backend == "auto" and not self.quantized:
             if self.chooser.path(rows.shape[0], situation_of(rows)) == "dense":
                 return True
-        if (reason := self._why_dense()) is not None:
+        if (reason := why_dense(self.parts)) is not None:
             warn_dense(reason)
         return reason is not None
 
@@ -440,7 +390,7 @@ class SparseFFN(nn.Module):
                 "FP8 weights have no gradients; use torch.no_grad(), or train the bf16 weights "
                 "(twell.dequantize_ puts them back)"
             )
-        x = x.to(_dtype(x))
+        x = x.to(backends.dtype_of(x))
         if x.dtype != torch.bfloat16:
             raise TypeError(f"x is {x.dtype}; a layer with FP8 weights computes in torch.bfloat16")
         return x
@@ -453,133 +403,8 @@ class SparseFFN(nn.Module):
         g = self.act.gate(self.gate_proj(x))
         return g, self.act.hidden(g, self.up_proj(x))
 
-    def _dense(self, x: Tensor, wants: Wants) -> Result:
-        """The layer by its modules, for x [..., K]."""
-        g, h = self.activations(x)
-        if (wants.l1 or wants.activity) and g.shape[-1] != self.intermediate_size:
-            raise ValueError(
-                f"the first projection returns {g.shape[-1]} neurons, and the layer has "
-                f"{self.intermediate_size}: of tensor-parallel shards neither the L1 term nor "
-                "statistics can be computed; load the model without tp_plan"
-            )
-        l1 = activity = None
-        if wants.l1:
-            l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
-        if wants.activity:
-            activity = Activity.of((g != 0).reshape(-1, g.shape[-1]), wants.token_mask)
-        if self.edit is not None:
-            h = self.edit.of_h(h)
-        if (drop := self.parts.get("h_dropout")) is not None:
-            h = drop(h)
-        if self.dense_down is None:
-            return Result(self.down_proj(h), l1, activity)
-        y = reference.add_bias(self.dense_down(h), self.down_proj.bias)
-        return Result(y.to(h.dtype), l1, activity)
-
-    def _sparse(self, rows: Tensor, wants: Wants) -> Result:
-        """The layer without its modules, for rows [M, K]; by them where the kernels cannot."""
-        if self._backend == "reference":
-            return self._reference(rows, wants)
-        if not self._has_kernels:
-            return self._dense(rows, wants)
-        if not self._wants_only_y(rows, wants):
-            return self._train(rows, wants)
-        from twell.sparse import ops
-
-        if self._backend == "triton":
-            # `forward` has asked whether the layer is readable, as the property `path` would again.
-            choice = Choice(self._path or ops.choose(rows.shape[0]))
-        elif ops.takes(rows, self.intermediate_size, _dtype(rows)):
-            choice = self.chooser.choose(rows, self._gate_of)
-        else:
-            return self._dense(rows, wants)
-        if not choice.by_modules or choice.warm_up is not None:
-            x, weights, x_scale = self._operands(rows)
-            with without_autocast(rows.device.type):
-                if choice.warm_up is not None:
-                    ops.sparse_ffn(x, weights, choice.warm_up, x_scale=x_scale)
-                if not choice.by_modules:
-                    given = {"x_scale": x_scale, "activity": choice.activity}
-                    result = Result(ops.sparse_ffn(x, weights, choice.path, **given))
-        if choice.by_modules:
-            result = self._dense(rows, wants)
-        if choice.due:
-            self.chooser.end()
-        return result
-
-    def _train(self, rows: Tensor, wants: Wants) -> Result:
-        """A pass with gradients, L1 term or activity: sparsely where `train_path` allows it."""
-        sparsely = self.train_path is not None and not self.quantized
-        if not (sparsely and torch.is_grad_enabled() and rows.numel()):
-            return self._dense(rows, wants)
-        from twell.sparse import ops, training_ops
-
-        fits = self.capacity * rows.shape[0] < training_ops.MAX_ENTRIES
-        if not fits or not ops.takes(rows, self.intermediate_size, _dtype(rows)):
-            return self._dense(rows, wants)
-        x, weights, _ = self._operands(rows)
-        with without_autocast(rows.device.type):
-            given = self.train_path, self.capacity, wants.token_mask
-            return training_ops.sparse_train(x, weights, *given)
-
-    def _reference(self, rows: Tensor, wants: Wants) -> Result:
-        if self.quantized and (wants.l1 or wants.activity):
-            return self._dense(rows, wants)
-        x, weights, x_scale = self._operands(rows)
-        tensors = x, *weights[:2], weights.w_down_t.t(), *weights[3:6]
-        with without_autocast(rows.device.type):
-            if self.quantized:
-                scales = x_scale, weights.s_gate, weights.s_up
-                return Result(float8.ffn(*tensors, *scales, act=self.act))
-            if wants.l1 or torch.is_grad_enabled():
-                y, l1, active = reference.union_train(*tensors, act=self.act)
-            else:
-                g = reference.gate_pack(x, *weights.first, act=self.act)
-                y, l1 = reference.rowwise_ffn(g, *tensors, act=self.act), None
-                active = g.unpack() != 0 if wants.activity else None
-        return Result(y, l1, Activity.of(active, wants.token_mask) if wants.activity else None)
-
-    def _operands(self, rows: Tensor) -> tuple[Tensor, Weights, Tensor | None]:
-        """The rows, weights and scales of rows that the kernels read, in autocast's type.
-
-        Compiled, rows of a layer with FP8 weights are quantised here.
-
-        A weight that lost the kernels' strides, as a gathered shard or by assigning to
-        `parameter.data`, is copied in every call; setting `backend` stores it anew.
-        """
-        parts = self.parts  # an attribute of a module takes nn.Module half a microsecond
-        gate, up = tensors_of(parts.get("gate_proj")), tensors_of(parts["up_proj"])
-        down = tensors_of(parts["down_proj"])
-        tensors = [rows, gate[0], up[0], down[0], gate[1], up[1], down[1]]
-        if torch.is_autocast_enabled(rows.device.type):
-            dtype, kept = _dtype(rows), (None, float8.FLOAT8)
-            tensors = [t if t is None or t.dtype in kept else t.to(dtype) for t in tensors]
-        if self.edit is not None:
-            tensors[3], tensors[6] = self.edit.of_down(tensors[3], tensors[6])
-        tensors[3] = tensors[3].t()
-        for place in (1, 2, 3):
-            if tensors[place] is not None and not tensors[place].is_contiguous():
-                tensors[place] = tensors[place].contiguous()
-        x, scale, down_fp8 = tensors[0], None, None
-        if self.quantized and torch.compiler.is_compiling():  # fused with what makes the rows
-            x, scale = float8.quantize(x)
-        if (part := self.dense_down) is not None and self.edit is None:  # which changes down
-            down_fp8 = part.weight, part.weight_scale
-        return x, Weights(*tensors[1:], gate[2], up[2], down_fp8, self.act), scale
-
-    def _wants_only_y(self, rows: Tensor, wants: Wants) -> bool:
-        if wants.l1 or wants.activity:
-            return False
-        if not torch.is_grad_enabled() or self.quantized:
-            return True  # asked first: to look at all parameters takes microseconds
-        return not any(tensor.requires_grad for tensor in (rows, *self.parameters()))
-
-    def _gate_of(self, blocks: Tensor) -> Tensor:
-        """g of tokens, which is not 0 where a neuron is active."""
-        return self.act.gate(self.first(blocks))
-
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""
         text = f"activation={self.activation}{threshold}, backend={self.backend}"
-        reason = None if self.backend == "dense" else self._why_dense(sharded=True)
+        reason = None if self.backend == "dense" else why_dense(self.parts, sharded=True)
         return text if reason is None else f"{text}, path=dense ({reason})"

@@ -209,20 +209,26 @@ def check_tensors(
     s_gate=None,
     s_up=None,
     x_scale=None,
+    *,
+    by_kernels: bool = True,
 ) -> None:
-    """Raise ValueError or TypeError for tensors that the kernels do not take; see the module."""
+    """Raise ValueError or TypeError for tensors that do not fit together.
+
+    by_kernels: also for types and sizes that the kernels do not take; see the module.
+    """
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
     in_fp8 = FLOAT8 in (x.dtype, w_up.dtype)
-    if x.dtype not in ((torch.bfloat16, FLOAT8) if in_fp8 else DTYPES):
+    known = (torch.bfloat16, FLOAT8) if in_fp8 else DTYPES
+    if by_kernels and x.dtype not in known:
         raise TypeError(f"x has dtype {x.dtype}, expected {' or '.join(map(str, DTYPES))}")
     if w_up.dim() != 2:
         expected = "[intermediate_size, hidden_size]"
         raise ValueError(f"w_up has shape {tuple(w_up.shape)}, expected {expected}")
     n, k = w_up.shape[0], x.shape[1]
-    if k % 16 or k == 0:
+    if by_kernels and (k % 16 or k == 0):
         raise ValueError(f"x has hidden_size={k}, expected a multiple of 16")
-    if not 1 <= n <= MAX_COLUMNS:
+    if by_kernels and not 1 <= n <= MAX_COLUMNS:
         raise ValueError(f"w_up has intermediate_size={n}, expected 1 to {MAX_COLUMNS}")
     if w_gate is None and b_gate is not None:
         raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
@@ -239,8 +245,7 @@ def check_tensors(
         ("s_up", s_up, (n,), torch.float32),
     ):
         if tensor is not None:
-            check_tensor(name, tensor, tuple(shape), dtype)
-            _check_storage(name, tensor, x.device)
+            _check_tensor(name, tensor, tuple(shape), dtype, x.device)
     for name, tensor, belongs in (
         ("x_scale", x_scale, x.dtype == FLOAT8),
         ("s_gate", s_gate, in_fp8 and w_gate is not None),
@@ -267,14 +272,10 @@ def _check_once(x: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
 def _check_results(x: Tensor, activity: Tensor | None, out: Tensor | None) -> None:
     """Raise ValueError or TypeError for tensors that results cannot be written to."""
     if activity is not None:
-        given = activity.dtype, tuple(activity.shape)
-        if given != (torch.int64, (4,)):
-            raise ValueError("activity is {} {}, expected torch.int64 (4,)".format(*given))
-        _check_device("activity", activity, x.device)
+        _check_tensor("activity", activity, (4,), torch.int64, x.device)
     if out is not None:
         dtype = torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
-        check_tensor("out", out, tuple(x.shape), dtype)
-        _check_storage("out", out, x.device)
+        _check_tensor("out", out, tuple(x.shape), dtype, x.device)
         (x_begin, x_end), (begin, end) = _extent(x), _extent(out)
         if begin < x_end and x_begin < end:
             raise ValueError("out shares memory with x, which kernels read while they write out")
@@ -287,20 +288,19 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (steps + 1) * tensor.itemsize if tensor.numel() else begin
 
 
-def _check_storage(name: str, tensor: Tensor, device: torch.device) -> None:
+def _check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    check_tensor(name, tensor, shape, dtype)
     if type(tensor) not in PLAIN and is_traceable_wrapper_subclass(tensor):
         raise TypeError(
             f"{name} is a {type(tensor).__name__}, "
             "expected a plain tensor, such as full_tensor() gives"
         )
-    _check_device(name, tensor, device)
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
-
-
-def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device} and x on {device}; expected one device")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
 
 
 # --- operators --------------------------------------------------------------------------------
@@ -465,20 +465,21 @@ def ffn(
         given = _cast(x, w_gate, w_up, w_down_t, b_gate, b_up, b_down)
         with torch.autocast(x.device.type, enabled=False):
             return ffn(*given, activation=activation, threshold=threshold, path=path, out=out)
-    _check(x, w_up, w_down_t, out)
+    if x.dim() == 0:
+        raise ValueError("x is a single number, expected [..., hidden_size]")
+    if out is not None:
+        _check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
-    rows, weights = x.reshape(-1, x.shape[-1]), (w_gate, w_up, w_down_t, b_gate, b_up, b_down)
+    weights = Weights(w_gate, w_up, w_down_t, b_gate, b_up, b_down, act=act)
+    rows, given = x.reshape(-1, x.shape[-1]), None if out is None else out.view(-1, x.shape[-1])
     learns = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x, *weights, out)
+        t is not None and t.requires_grad for t in (x, *weights.tensors, out)
     )
     if out is not None and learns:
         raise RuntimeError("out is given, and a tensor requires gradients; use torch.no_grad()")
-    given = None if out is None else out.view(rows.shape)
     unfit = is_transformed() or (path in (None, "dense") and not takes(rows, len(w_up)))
-    weights = Weights(*weights, act=act)
     if unfit or (path == "dense" and learns):
-        _check_alike(x, w_gate=w_gate, w_up=w_up, w_down_t=w_down_t, out=out)
-        _check_alike(x, b_gate=b_gate, b_up=b_up, b_down=b_down)
+        check_tensors(rows, *weights.tensors, by_kernels=False)
         y = reference.ffn(rows, *_arguments(weights, None)[:6], act=act)
         y = y if out is None else given.copy_(y)
     elif learns:
@@ -493,34 +494,6 @@ def _cast(x: Tensor, *tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors in autocast's type; those in fp64 stay, as autocast leaves them."""
     dtype, kept = torch.get_autocast_dtype(x.device.type), torch.float64
     return [t if t is None or t.dtype == kept else t.to(dtype) for t in (x, *tensors)]
-
-
-def _check(x: Tensor, w_up: Tensor, w_down_t: Tensor, out: Tensor | None) -> None:
-    if x.dim() == 0:
-        raise ValueError("x is a single number, expected [..., hidden_size]")
-    if w_up.dim() != 2:
-        expected = "[intermediate_size, hidden_size]"
-        raise ValueError(f"w_up has shape {tuple(w_up.shape)}, expected {expected}")
-    expected = {"w_down_t": (w_down_t, w_up.shape), "out": (out, x.shape)}
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected "
-                f"{tuple(shape)}, contiguous"
-            )
-
-
-def _check_alike(x: Tensor, **tensors: Tensor | None) -> None:
-    """Refuse what the kernels would, so that a call that works on a CPU works on a GPU."""
-    for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{name} has dtype {tensor.dtype}, expected {x.dtype}, as x has")
-        if tensor.device != x.device:
-            raise ValueError(f"{name} is on {tensor.device} and x on {x.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} has strides {tensor.stride()}, expected a contiguous tensor")
 
 
 def warm_up(

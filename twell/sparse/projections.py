@@ -14,6 +14,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse.float8 import Float8Linear
 
@@ -59,6 +60,24 @@ def _transforms() -> bool:
 
 # torch.compile enters transforms while it traces, and compiles again inside of others.
 _is_traced_transformed = torch.compiler.assume_constant_result(_transforms)
+
+
+def why_dense(parts: dict[str, nn.Module | None], *, sharded: bool = False) -> str | None:
+    """Return why a layer with these modules has to compute by them; None where it need not."""
+    if _has_any_global_hook():
+        return "every module has hooks"
+    if (drop := parts.get("h_dropout")) is not None and drop.p and drop.training:
+        return "h has dropout while training"
+    if is_transformed():
+        return "torch.func or forward-mode AD transforms the call"
+    if not torch.compiler.is_compiling() and all(map(is_plain, parts.values())):
+        return None
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        part = parts.get(name)
+        reason = None if part is None else why_called(part, sharded=sharded)
+        if reason is not None:
+            return f"{name} is {reason}"
+    return None
 
 
 def tensors_of(part: nn.Module | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

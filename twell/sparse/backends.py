@@ -1,0 +1,155 @@
+"""How a `SparseFFN` computes a pass: by its modules, by the reference, or by the kernels.
+
+layer.py decides whether the modules compute; `sparse` serves all other calls. `ffn` is a SparseFFN,
+x is [..., K], rows are its tokens [M, K], and `wants` says what the pass computes beside y.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from twell.sparse import float8, reference
+from twell.sparse.activations import Weights, add_bias
+from twell.sparse.observe import Activity, Result, Wants
+from twell.sparse.plan import Choice
+from twell.sparse.projections import tensors_of
+
+
+def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
+    """Compute by the layer's modules."""
+    g, h = ffn.activations(x)
+    if (wants.l1 or wants.activity) and g.shape[-1] != ffn.intermediate_size:
+        raise ValueError(
+            f"the first projection returns {g.shape[-1]} neurons, and the layer has "
+            f"{ffn.intermediate_size}: of tensor-parallel shards neither the L1 term nor "
+            "statistics can be computed; load the model without tp_plan"
+        )
+    l1 = activity = None
+    if wants.l1:
+        l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
+    if wants.activity:
+        activity = Activity.of((g != 0).reshape(-1, g.shape[-1]), wants.token_mask)
+    if ffn.edit is not None:
+        h = ffn.edit.of_h(h)
+    if (drop := ffn.parts.get("h_dropout")) is not None:
+        h = drop(h)
+    if ffn.dense_down is None:
+        return Result(ffn.down_proj(h), l1, activity)
+    y = add_bias(ffn.dense_down(h), ffn.down_proj.bias)
+    return Result(y.to(h.dtype), l1, activity)
+
+
+def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
+    """Compute without the modules; by them where the kernels cannot."""
+    if ffn.backend == "reference":
+        return _reference(ffn, rows, wants)
+    if not ffn._has_kernels:
+        return dense(ffn, rows, wants)
+    if not _wants_only_y(ffn, rows, wants):
+        return _train(ffn, rows, wants)
+    from twell.sparse import ops
+
+    if ffn.backend == "triton":
+        # `forward` has asked whether the layer is readable, as the property `path` would again.
+        choice = Choice(ffn._path or ops.choose(rows.shape[0]))
+    elif ops.takes(rows, ffn.intermediate_size, dtype_of(rows)):
+        choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)))
+    else:
+        return dense(ffn, rows, wants)
+    if not choice.by_modules or choice.warm_up is not None:
+        x, weights, x_scale = operands(ffn, rows)
+        with _without_autocast(rows):
+            if choice.warm_up is not None:
+                ops.sparse_ffn(x, weights, choice.warm_up, x_scale=x_scale)
+            if not choice.by_modules:
+                given = {"x_scale": x_scale, "activity": choice.activity}
+                result = Result(ops.sparse_ffn(x, weights, choice.path, **given))
+    if choice.by_modules:
+        result = dense(ffn, rows, wants)
+    if choice.due:
+        ffn.chooser.end()
+    return result
+
+
+def _wants_only_y(ffn: nn.Module, rows: Tensor, wants: Wants) -> bool:
+    if wants.l1 or wants.activity:
+        return False
+    if not torch.is_grad_enabled() or ffn.quantized:
+        return True  # asked first: to look at all parameters takes microseconds
+    return not any(tensor.requires_grad for tensor in (rows, *ffn.parameters()))
+
+
+def _train(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
+    """Compute with gradients, L1 term or activity: sparsely where `train_path` allows it."""
+    sparsely = ffn.train_path is not None and not ffn.quantized
+    if not (sparsely and torch.is_grad_enabled() and rows.numel()):
+        return dense(ffn, rows, wants)
+    from twell.sparse import ops, training_ops
+
+    fits = ffn.capacity * rows.shape[0] < training_ops.MAX_ENTRIES
+    if not fits or not ops.takes(rows, ffn.intermediate_size, dtype_of(rows)):
+        return dense(ffn, rows, wants)
+    x, weights, _ = operands(ffn, rows)
+    with _without_autocast(rows):
+        given = ffn.train_path, ffn.capacity, wants.token_mask
+        return training_ops.sparse_train(x, weights, *given)
+
+
+def _reference(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
+    if ffn.quantized and (wants.l1 or wants.activity):
+        return dense(ffn, rows, wants)
+    x, weights, x_scale = operands(ffn, rows)
+    tensors, act = (x, *weights[:2], weights.w_down_t.t(), *weights[3:6]), ffn.act
+    with _without_autocast(rows):
+        if ffn.quantized:
+            return Result(float8.ffn(*tensors, x_scale, weights.s_gate, weights.s_up, act=act))
+        if wants.l1 or torch.is_grad_enabled():
+            y, l1, active = reference.union_train(*tensors, act=act)
+        else:
+            g = reference.gate_pack(x, *weights.first, act=act)
+            y, l1 = reference.rowwise_ffn(g, *tensors, act=act), None
+            active = g.unpack() != 0 if wants.activity else None
+    return Result(y, l1, Activity.of(active, wants.token_mask) if wants.activity else None)
+
+
+def operands(ffn: nn.Module, rows: Tensor) -> tuple[Tensor, Weights, Tensor | None]:
+    """Return the rows, weights and scales of rows that the kernels read, in autocast's type.
+
+    Compiled, rows of a layer with FP8 weights are quantised here. A weight that lost the kernels'
+    strides, as a gathered shard or by assigning to `parameter.data`, is copied in every call;
+    setting `backend` stores it anew.
+    """
+    parts = ffn.parts  # an attribute of a module takes nn.Module half a microsecond
+    gate, up = tensors_of(parts.get("gate_proj")), tensors_of(parts["up_proj"])
+    down = tensors_of(parts["down_proj"])
+    tensors = [rows, gate[0], up[0], down[0], gate[1], up[1], down[1]]
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype, kept = dtype_of(rows), (None, float8.FLOAT8)
+        tensors = [t if t is None or t.dtype in kept else t.to(dtype) for t in tensors]
+    if ffn.edit is not None:
+        tensors[3], tensors[6] = ffn.edit.of_down(tensors[3], tensors[6])
+    tensors[3] = tensors[3].t()
+    for place in (1, 2, 3):
+        if tensors[place] is not None and not tensors[place].is_contiguous():
+            tensors[place] = tensors[place].contiguous()
+    x, scale, down_fp8 = tensors[0], None, None
+    if ffn.quantized and torch.compiler.is_compiling():  # fused with what makes the rows
+        x, scale = float8.quantize(x)
+    if (part := ffn.dense_down) is not None and ffn.edit is None:  # which changes down
+        down_fp8 = part.weight, part.weight_scale
+    return x, Weights(*tensors[1:], gate[2], up[2], down_fp8, ffn.act), scale
+
+
+def dtype_of(x: Tensor) -> torch.dtype:
+    """Return the dtype to compute in: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _without_autocast(x: Tensor) -> torch.autocast | nullcontext:
+    """Autocast off; nothing where it is off already, since to enter it takes 8 microseconds."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
