@@ -45,6 +45,7 @@ from twell.sparse.observe import (
     Wants,
     hand_on,
     open_collector,
+    show_hidden,
     summarize_activity,
 )
 from twell.sparse.order import TokenOrder
@@ -369,6 +370,8 @@ class SparseFFN(nn.Module):
             result = self._sparse(rows, wants)
         else:
             result = order.undo(self._sparse(order.take(rows), wants))
+        if wants.hidden and not box:  # sparse backends keep no h
+            show_hidden(self, *(result.hidden or self.activations(x)))
         self._show(watch, wants, result, leading)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
@@ -463,6 +466,7 @@ class SparseFFN(nn.Module):
                 "statistics can be computed; load the model without tp_plan"
             )
         l1 = activity = None
+        hidden = (g, h) if wants.hidden else None
         if wants.l1:
             l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
         if wants.activity:
@@ -472,9 +476,9 @@ class SparseFFN(nn.Module):
         if (drop := self.parts.get("h_dropout")) is not None:
             h = drop(h)
         if self.dense_down is None:
-            return Result(self.down_proj(h), l1, activity)
+            return Result(self.down_proj(h), l1, activity, hidden)
         y = reference.add_bias(self.dense_down(h), self.down_proj.bias)
-        return Result(y.to(h.dtype), l1, activity)
+        return Result(y.to(h.dtype), l1, activity, hidden)
 
     def _sparse(self, rows: Tensor, wants: Wants) -> Result:
         """The layer without its modules, for rows [M, K]; by them where the kernels cannot."""
