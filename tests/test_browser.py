@@ -157,8 +157,7 @@ def test_a_large_page_is_small_and_answers_at_once(open_page, monkeypatch):
     """30 active neurons a token and layer: under 5 MB, painted in 2 s, a click drawn in 0.2 s."""
     passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
     # As many places as an aggregate of 2 MB has of such a model; to try all rows takes a minute.
-    for module in ("contexts", "counter"):
-        monkeypatch.setattr(f"twell.trace.{module}.CONTEXTS", CONTEXTS[4:5])
+    monkeypatch.setattr("twell.trace.counter.CONTEXTS", CONTEXTS[4:5])
     counted = aggregate_of(passage)
     words = dict(zip(passage.token_ids.tolist(), passage.strings, strict=True))
     counted.strings = [words[token] for token in counted.token_ids]

@@ -127,12 +127,10 @@ MASKS = {
     "int": lambda mask: square(mask).long(),
     "heads": lambda mask: square(mask).expand(-1, 4, -1, -1),
     "min": lambda mask: additive(mask, torch.finfo(torch.float64).min),
-    "inf": lambda mask: additive(mask, -torch.inf),
     "-1e4": lambda mask: additive(mask, -1e4),
     "biased": lambda mask: additive(mask, -1e9) - 3.0 * torch.rand(4, 1, 1),
     "one row": lambda mask: (mask != 0)[:, None, None, :],
     "2-D": lambda mask: mask,
-    "2-D bool": lambda mask: mask.bool(),
 }
 
 

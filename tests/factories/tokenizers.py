@@ -1,6 +1,6 @@
 """Small tokenizers of every kind, trained on a few sentences."""
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 TEXT = "the cat sat on the mat. a a cat's mats, don't you see? tokens <fire> in layers for wört"
@@ -23,17 +23,10 @@ def _wrapped(tokenizer):
     )
 
 
-def byte_level(before=None, **options):
+def byte_level():
     letters = {"initial_alphabet": ByteLevel.alphabet(), "vocab_size": 300}
-    before, decoder = before or ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return _trained(models.BPE(**options), trainers.BpeTrainer, before, decoder, **letters)
-
-
-def tiktoken():
-    words = Regex(r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s?\p{L}+|\s+")
-    split = pre_tokenizers.Split(words, "isolated")
-    bare = ByteLevel(add_prefix_space=False, use_regex=False)
-    return byte_level(pre_tokenizers.Sequence([split, bare]), ignore_merges=True)
+    before, decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return _trained(models.BPE(), trainers.BpeTrainer, before, decoder, **letters)
 
 
 def sentencepiece():
@@ -61,11 +54,6 @@ def wordpiece():
     before, decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
     model = models.WordPiece(unk_token="<unk>")
     return _trained(model, trainers.WordPieceTrainer, before, decoder, vocab_size=70)
-
-
-def characters():
-    before, model = pre_tokenizers.Split("", "isolated"), models.BPE(unk_token="<unk>")
-    return _trained(model, trainers.BpeTrainer, before, decoders.Fuse(), vocab_size=40)
 
 
 def words():
@@ -100,4 +88,4 @@ class Slow(PreTrainedTokenizer):
         return "".join(tokens)
 
 
-KINDS = [byte_level, tiktoken, sentencepiece, unigram, wordpiece, characters, words, Slow]
+KINDS = [byte_level, sentencepiece, unigram, wordpiece, words, Slow]

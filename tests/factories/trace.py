@@ -22,17 +22,16 @@ def random_activity(seed, lengths=LENGTHS, layers=2, neurons=600, rate=0.05):
     """A trace of sequences with silent and full rows, dead neurons and ODD values."""
     random = np.random.default_rng(seed)
     tokens = sum(lengths)
-    shape = (layers, tokens, neurons)
-    mask = random.random(shape) < rate * random.lognormal(0, 1, (layers, tokens, 1))
+    mask = random.random((layers, tokens, neurons)) < rate * random.lognormal(
+        0, 1, (layers, tokens, 1)
+    )
     mask[0, random.integers(tokens)] = True
     mask[:, random.integers(tokens)] = False
     mask[:, :, DEAD] = False
     mask[:, :, OFTEN] = random.random((layers, tokens)) < 0.5
     mask[:, 1:, AT_MOST_ONCE] = False
     values = random.standard_normal(mask.sum()) * random.lognormal(0, 1, mask.sum())
-    values = values.astype(np.float32)
     odd = random.choice(np.array(ODD, np.float32), len(values))
-    values = np.where(random.random(len(values)) < 0.3, odd, values)
     token_ids = random.integers(0, 50, tokens).astype(np.int32)
     position = np.concatenate([np.arange(length) for length in lengths])
     return Trace(
@@ -43,7 +42,7 @@ def random_activity(seed, lengths=LENGTHS, layers=2, neurons=600, rate=0.05):
         position=position.astype(np.int32),
         indptr=np.concatenate([[0], mask.sum(2).reshape(-1).cumsum()]).astype(np.int64),
         indices=mask.nonzero()[2].astype(np.uint16),
-        values=values,
+        values=np.where(random.random(len(values)) < 0.3, odd, values.astype(np.float32)),
         intermediate_size=neurons,
     )
 

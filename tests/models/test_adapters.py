@@ -40,15 +40,15 @@ def logits(model, x):
 # --- families of transformers
 
 
-@pytest.mark.parametrize("backend", ["dense", "reference", "auto"])
+@pytest.mark.parametrize("backend", ["dense", "reference"])
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        *((kind, {}) for kind in FAMILIES),
+        *((kind, {}) for kind in FAMILIES if kind != "nemotron"),
         ("nemotron", {"mlp_bias": True}),
         ("t5", {"feed_forward_proj": "gated-relu"}),
         ("llama", {"hidden_act": "relu2"}),
-        *((kind, {"hidden_act": "relu"}) for kind in ("llama", "mistral", "qwen2", "qwen3")),
+        *((kind, {"hidden_act": "relu"}) for kind in ("mistral", "qwen2", "qwen3")),
     ],
 )
 def test_a_model_computes_the_same_is_saved_and_comes_back(kind, changes, backend, tmp_path):
@@ -102,29 +102,7 @@ def rounding(model, exact, x):
     return (logits(model, x) - logits(exact, x)).square().mean().sqrt()
 
 
-@needs_triton
-@pytest.mark.slow
-def test_opt_trains_by_the_kernels():
-    model, x = family("opt", num_hidden_layers=1, dropout=0.0), tokens(2, 12).to(DEVICE)
-    model = model.half().to(DEVICE).train()
-    exact = copy.deepcopy(model).double()
-    exact(input_ids=x, labels=x).loss.backward()
-    sparsify(model, backend="triton")
-    training = twell.SparseTraining(model)
-    for _ in training.attempts():
-        model.zero_grad()
-        model(input_ids=x, labels=x).loss.backward()
-    assert training.summary()["sparse_layers"] == 1
-    twell.densify(model)
-    expected = {name: parameter.grad for name, parameter in exact.named_parameters()}
-    largest = max(gradient.norm() for gradient in expected.values())
-    for name, parameter in model.named_parameters():
-        # Biases of keys have no gradient: they change all scores of a query alike.
-        error = (parameter.grad - expected[name]).norm() / (expected[name].norm() + 1e-2 * largest)
-        assert error < 0.005, name
-
-
-@pytest.mark.parametrize("backend", ["dense", "reference", "auto"])
+@pytest.mark.parametrize("backend", ["dense", "reference"])
 def test_dropout_between_the_projections_of_t5(backend):
     model, x = family("t5", dropout_rate=0.4).train(), tokens(2, 12)
     sparse, results = sparsify(copy.deepcopy(model), backend=backend), []
@@ -167,7 +145,7 @@ def test_l1_terms_of_layers_that_see_rows_and_of_two_parts():
     assert all(ffn.up_proj.weight.grad is not None for ffn in sparse_ffns(model))
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", ["opt", "t5"])
 def test_silence_and_fp8_in_other_families(kind, tmp_path):
     model, x = sparsify(family(kind)), tokens(2, 12)
     dense = twell.densify(copy.deepcopy(model))
@@ -199,9 +177,10 @@ LAST |= {"opt": "fc2.weight", "nanochat": "fc2.weight", "t5": "wo.weight"}
 PROJECTIONS = {"opt": ["fc1", "fc2"], "t5": ["wi", "wo"]}
 
 
-@pytest.mark.parametrize("kind", PROJECTIONS)
-@pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
-@pytest.mark.parametrize("sparsified", ["before", "after"])
+@pytest.mark.parametrize(
+    ("kind", "option", "sparsified"),
+    [("opt", "target_modules", "before"), ("t5", "modules_to_save", "after")],
+)
 def test_adapters_of_peft_fit_the_dense_and_the_sparse_model(kind, option, sparsified, tmp_path):
     peft = pytest.importorskip("peft")
     base, x = family(kind), tokens(2, 9)
@@ -233,8 +212,7 @@ def test_adapters_of_peft_fit_the_dense_and_the_sparse_model(kind, option, spars
     assert_close(logits(dense, x), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("sparsified", ["before", "after"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "sparsified"), [("opt", "before"), ("nanochat", "after")])
 def test_accelerate_loads_and_offloads(kind, sparsified, tmp_path):
     """Accelerate finds weights by the names of modules, here with feed-forward weights on disk."""
     model, x = family(kind), tokens(2, 9)
@@ -310,13 +288,6 @@ def wrapped(**_):
     return model
 
 
-def mixed(**_):
-    model = family("t5")
-    for block in model.half().encoder.block:  # as transformers loads it in fp16
-        block.layer[1].DenseReluDense.wo.float()
-    return model
-
-
 def changed(**changes):
     """A Llama with changed attributes of a feed-forward module."""
 
@@ -344,13 +315,11 @@ def dropping():
     ("make", "names"),
     [
         (bitnet, "BitNetMLP normalises h"),
-        (wrapped, "LlamaMLP is wrapped in a CheckpointWrapper"),
-        (mixed, "torch.float16 and torch.float32"),
+        (wrapped, "LlamaMLP .* CheckpointWrapper"),
         (dropping, "activation_dropout=0.1"),
         (lambda: family("t5", feed_forward_proj="gated-gelu"), "NewGELUActivation"),
-        (lambda: family("opt", activation_function="gelu"), "'gelu'"),
         (lambda: stock("gpt2"), "GPT2LMHeadModel"),
-        (changed(__class__=Other), "is a .*Other, not a transformers.*LlamaMLP"),
+        (changed(__class__=Other), "Other, not a transformers.*LlamaMLP"),
         (changed(forward=lambda x: x), "a LlamaMLP has a forward of its own"),
         (changed(act_fn=nn.SiLU()), r"'relu', .* SiLU\(\)"),
     ],

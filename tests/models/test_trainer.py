@@ -48,8 +48,7 @@ def test_a_loss_of_the_trainer_has_the_l1_term(options, tmp_path):
     start = torch.cat([p.detach().flatten() for p in model.parameters()])
     # The trainer's own loss is computed without labels, so the model cannot add the term.
     smoothing = {"label_smoothing_factor": LABEL_SMOOTHING}
-    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-    for refused in (smoothing, smoothing | compiled, {"loss": smoothed}):
+    for refused in (smoothing, {"loss": smoothed}):
         with pytest.raises(RuntimeError, match="the loss has no L1 term"):
             trained(model, tmp_path, **refused)
 
@@ -93,16 +92,3 @@ def test_predictions_are_logits_alone(tmp_path):
     assert isinstance(result.predictions, np.ndarray)
     expected = model.eval()(input_ids=rows).logits
     np.testing.assert_allclose(result.predictions, expected.detach(), rtol=1e-4, atol=1e-5)
-
-
-def test_arguments_by_position_are_those_of_a_stock_llama():
-    model, rows = make().eval(), tokens(2, 6)
-    positions = torch.arange(6).flip(0)[None]
-    output = model(rows, torch.ones(2, 6), positions)
-    assert output.loss is None
-    expected = model(input_ids=rows, attention_mask=torch.ones(2, 6), position_ids=positions)
-    assert torch.equal(output.logits, expected.logits)
-    assert not torch.allclose(output.logits, model(rows).logits)
-    embeds = model.get_input_embeddings()(rows)
-    by_place = model(None, None, None, None, embeds, rows, False)
-    torch.testing.assert_close(by_place.loss, model(input_ids=rows, labels=rows).loss)

@@ -59,19 +59,7 @@ def test_counts_are_those_of_the_dense_layers(records, kind):
         assert np.array_equal([part[:, n] for part in overflows], expected), compression
 
 
-def test_a_trace_is_a_table(records):
-    trace = records["trace"]
-    table = trace.to_frame()
-    assert len(table) == 2 * 592 and list(table["layer"][:3]) == [0, 1, 0]
-    counts = table.pivot(index="layer", columns="token", values="active")
-    assert np.array_equal(counts, trace.counts())
-    for name, values in (("text", trace.strings), ("position", trace.position)):
-        assert table[name].tolist() == np.repeat(values, 2).tolist()
-    assert np.array_equal(table["logprob"], np.repeat(trace.logprob, 2), equal_nan=True)
-    assert trace.part(0, 0).to_frame().empty
-
-
-def test_layers_and_parts_of_a_trace(records):
+def test_layers_parts_and_the_table_of_a_trace(records):
     trace = records["trace"]
     active, h = dense(trace)
     assert np.array_equal(trace.counts(), active.sum(2))
@@ -85,9 +73,16 @@ def test_layers_and_parts_of_a_trace(records):
             stored = part.layer(layer)  # values of 0 too
             assert np.array_equal(stored.toarray(), h[layer, start:stop])
             assert np.array_equal(np.diff(stored.indptr), active[layer, start:stop].sum(1))
+    table = trace.to_frame()
+    counts = table.pivot(index="layer", columns="token", values="active")
+    assert np.array_equal(counts, trace.counts())
+    for name in ("sequence", "position", "logprob"):
+        expected = np.repeat(getattr(trace, name), 2)
+        assert np.array_equal(table[name], expected, equal_nan=True)
+    assert table["text"].tolist() == np.repeat(trace.strings, 2).tolist()
     with pytest.raises(ValueError, match="tokens 4 to 593 are no part of a trace of 592"):
         trace.part(4, 593)
-    with pytest.raises(IndexError, match="layer 2 does not exist"):
+    with pytest.raises(IndexError, match="layer 2"):
         trace.layer(2)
 
 
@@ -111,15 +106,14 @@ def test_saved_and_loaded_and_damaged(tmp_path, records, kind):
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
     for damaged in (b"", b"PK", whole[:300], whole[:-40], b"not a zip at all", flipped):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"a\.npz is not an? \w+, or it is damaged"):
+        with pytest.raises(ValueError, match=r"a\.npz"):
             type(record).load(path)
     other.save(path)
-    with pytest.raises(ValueError, match=r"a\.npz is not an aggregate"):
+    with pytest.raises(ValueError, match=r"a\.npz"):
         Aggregate.load(path)
 
 
 def test_files_of_older_versions_have_no_values_around_places(records, tmp_path):
-    """They load, and are written as they are known."""
     path, newer = tmp_path / "a.npz", {"near.npy", "together_at.npy", "together.npy"}
     records["aggregate"].save(path)
     with zipfile.ZipFile(path) as file:
@@ -146,11 +140,11 @@ def test_recorded_files_load_and_give_the_same_bytes():
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("trace", {"strings": ["a"]}, "strings has 1 entries; the trace has 592 tokens"),
-        ("trace", {"indptr": np.zeros(9, np.int64)}, "indptr has 9 entries"),
-        ("trace", {"values": np.zeros(3, np.float32)}, "3 values; indptr ends at"),
-        ("trace", {"intermediate_size": 2}, "in a layer of 2"),
-        ("aggregate", {"occurrences": np.zeros(50)}, "occurrences counts 0.* have 592"),
+        ("trace", {"strings": ["a"]}, "strings has 1 .* 592"),
+        ("trace", {"indptr": np.zeros(9, np.int64)}, "indptr has 9"),
+        ("trace", {"values": np.zeros(3, np.float32)}, "3 values"),
+        ("trace", {"intermediate_size": 2}, "layer of 2"),
+        ("aggregate", {"occurrences": np.zeros(50)}, "occurrences counts 0.* 592"),
         ("aggregate", {"active_histogram": np.zeros((2, 601))}, "active_histogram counts 0"),
     ],
 )

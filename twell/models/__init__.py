@@ -8,15 +8,13 @@ order       similar tokens side by side
 l1          the L1 term of each layer, and which tokens of a batch are padding
 quantize    FP8 weights for these layers, and back
 loading     save models, and load them from every layout
-checkpoint  config.json and *.safetensors of such a model
 
 Importing this package registers SparseLlamaForCausalLM with transformers' `AutoConfig` and
 `AutoModelForCausalLM`. `twell.model` is its public name.
 """
 
-from twell.models.adapters import Adapter, last_norm, register_adapter
-from twell.models.checkpoint import DTYPES, HYBRID, NO_WEIGHTS, SIZES, read_json
-from twell.models.convert import SPARSIFIABLE, densify, sparse_ffns, sparsify
+from twell.models.adapters import Adapter, register_adapter
+from twell.models.convert import SPARSIFIABLE, densify, last_norm, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
 from twell.models.l1 import MASKED, collect_l1, l1_by_layer, with_l1
 from twell.models.llama import (
@@ -30,6 +28,7 @@ from twell.models.loading import (
     load,
     load_empty,
     load_stock,
+    read_json,
     resolve,
     save,
     stock_config,

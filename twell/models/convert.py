@@ -1,16 +1,38 @@
-"""SparseFFN in place of the feed-forward layers of transformers' models, and back."""
+"""SparseFFN in place of the feed-forward layers of transformers' models, and back.
+
+`check` refuses modules for which a SparseFFN would compute something else. `check_same` compares
+both on random tokens.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import MethodType
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from twell.models import adapters
-from twell.models.adapters import SPARSIFIABLE
-from twell.models.comparison import check_same
+from twell.models.adapters import (
+    KNOWN_NAMES,
+    PARTS,
+    SLOT,
+    SPARSIFIABLE,
+    OwnedFFN,
+    Replaced,
+    Site,
+)
+from twell.sparse.activations import ACTIVATIONS, RELU
 from twell.sparse.layer import SparseFFN
+from twell.sparse.projections import CALLED_WITH, HOOKS, is_plain
+
+# The largest relative error between a module and its SparseFFN, which compute the same products.
+SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
+SAME_IN_HALF = 0.01  # bf16 and fp16
 
 
 def sparse_ffns(model: nn.Module) -> list[SparseFFN]:
@@ -67,11 +89,11 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
         )
     config, compared = getattr(base, "config", None), set()
     ffns: dict[int, SparseFFN] = {}  # by module, which may be in several places
-    changes = {(adapters.check(site, config, relufy=relufy), site.adapter.config) for site in sites}
+    changes = {(check(site, config, relufy=relufy), site.adapter.config) for site in sites}
     for site in sites:
         if id(site.module) in ffns:
             continue
-        ffns[id(site.module)] = ffn = adapters.around(site)
+        ffns[id(site.module)] = ffn = _around(site)
         built_in = any(site.adapter is one for one in adapters.BUILT_IN.values())
         known = built_in and type(site.module) in compared  # others may differ in a class
         if site.activation is not None and not known:
@@ -80,7 +102,7 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     for ffn in (*present, *ffns.values()):
         ffn.backend = backend
     for site in sites:
-        adapters.replace(site, ffns[id(site.module)])
+        _replace(site, ffns[id(site.module)])
     apply_activity(sparse_ffns(base), getattr(config, ACTIVITY, None))
     for activation, field in changes:
         if activation is not None:
@@ -113,10 +135,262 @@ def densify(model: nn.Module) -> nn.Module:
     if any(ffn.quantized for _, _, ffn in places):
         raise ValueError("the model has FP8 weights; twell.dequantize_ puts bf16 back first")
     for place in places:
-        adapters.put_back(*place)
+        _put_back(*place)
     return model
 
 
 def _without_peft(model: nn.Module) -> nn.Module:
     """Return the model inside a model of peft, which computes with its adapters."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def last_norm(model: PreTrainedModel) -> nn.Module | None:
+    """Return the norm before the head of a model with SparseFFN layers; None where it has none."""
+    layers = (module for module in model.modules() if isinstance(module, SparseFFN))
+    replaced = next(layers).replaced
+    norm = model.base_model
+    for name in ("norm" if replaced is None else replaced.adapter.norm).split("."):
+        norm = getattr(norm, name, None)
+    return norm
+
+
+# --- replacing, and putting back
+
+
+def _around(site: Site) -> SparseFFN:
+    """Return a SparseFFN with the projections of a module, which it shares.
+
+    An unknown activation becomes ReLU: `check` has refused it, or reported it.
+    """
+    module, adapter, act = site.module, site.adapter, site.activation or RELU
+    names = {ours: own for ours, own in zip(PARTS, adapter.projections, strict=True) if own}
+    down, up = getattr(module, adapter.down), getattr(module, adapter.up)
+    sizes = up.in_features, up.out_features
+    options = {"activation": act.name, "threshold": act.threshold, "gated": bool(adapter.gate)}
+    if adapter.renamed:
+        names |= {"h_dropout": adapter.dropout} if adapter.dropout else {}
+        ffn = OwnedFFN(module, names, *sizes, **options)
+    else:
+        ffn = SparseFFN(*sizes, device="meta", **options)
+        # In the module's own order, by which optimizers know parameters
+        for name in (name for name in module._modules if name in names):
+            delattr(ffn, name)
+            setattr(ffn, name, getattr(module, name))
+        if adapter.dropout is not None:
+            ffn.h_dropout = getattr(module, adapter.dropout)
+    stride = down.weight.stride() if is_plain(down) else None
+    ffn.replaced = Replaced(adapter, stride, None if adapter.renamed else module)
+    ffn.training = module.training
+    return ffn
+
+
+def _replace(site: Site, ffn: SparseFFN) -> None:
+    """Let the SparseFFN of `_around` compute for its module."""
+    module, adapter = site.module, site.adapter
+    if adapter.renamed:
+        setattr(module, SLOT, ffn)
+        _set_class(module, adapters.sparse_class(type(module), adapter))
+    else:
+        setattr(site.owner, site.name, ffn)
+        _hand_hooks(module, ffn)
+
+
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Change a module's class, for the hook of Accelerate too, which calls the bound forward."""
+    module.__class__ = kind
+    if "_old_forward" in vars(module):
+        module._old_forward = MethodType(kind.forward, module)
+
+
+def _hand_hooks(giver: nn.Module, taker: nn.Module) -> None:
+    """Let two modules share the hooks of one, so that a handle removes them from both."""
+    for name in HOOKS:
+        setattr(taker, name, getattr(giver, name))
+    if "_hf_hook" in giver.__dict__:
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(taker, giver._hf_hook)
+
+
+@torch.no_grad()
+def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
+    """Undo `_replace`, with the present projections and hooks."""
+    adapter, stride, module = ffn.replaced.adapter, ffn.replaced.stride, ffn.replaced.module
+    down, shape = ffn.down_proj, (ffn.hidden_size, ffn.intermediate_size)
+    if module is None:
+        module = owner
+        delattr(module, SLOT)
+        _set_class(module, module._dense_class)
+    else:
+        for part in filter(None, adapter.projections):
+            setattr(module, part, getattr(ffn, part))
+        for hooks in HOOKS:
+            setattr(module, hooks, getattr(ffn, hooks))
+        setattr(owner, name, module)
+    if not adapter.inline:
+        module.train(ffn.training)
+    if Site(owner, name, module, adapter).activation is None:
+        setattr(module, adapter.act, nn.ReLU())
+    for parameter in down.parameters():  # peft's adapters may stand around the weight
+        if parameter.shape == shape:
+            data = parameter.data
+            if stride is None:
+                parameter.data = data.contiguous()
+            elif data.stride() != stride:
+                given = {"dtype": data.dtype, "device": data.device}
+                parameter.data = torch.empty_strided(data.shape, stride, **given).copy_(data)
+
+
+# --- what is refused
+
+
+def check(site: Site, config: Any, *, relufy: bool) -> str | None:
+    """Refuse another layer than SparseFFN's; return the activation that ReLU has to replace."""
+    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
+    # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
+    if "forward" in vars(module) and "_hf_hook" not in vars(module):
+        raise ValueError(f"a {kind} has a forward of its own, which SparseFFN would replace")
+    for name in (*adapter.projections, adapter.act, adapter.dropout):
+        if name is not None and not hasattr(module, name):
+            raise ValueError(f"the adapter of {kind} names {name!r}, which the module lacks")
+    drop = None if adapter.dropout is None else getattr(module, adapter.dropout)
+    if not isinstance(drop, nn.Dropout | None):
+        raise ValueError(f"{adapter.dropout} of a {kind} is {drop}; expected an nn.Dropout")
+    if adapter.inline and not isinstance(site.act, nn.Module):
+        raise ValueError(f"{adapter.act} of a {kind} is {site.act}; expected a module")
+    for name in (adapter.act, adapter.dropout):
+        if any(getattr(getattr(module, name or "", None), hooks, None) for hooks in CALLED_WITH):
+            raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")
+    _check_projections(site)
+    return _check_activation(site, config, relufy)
+
+
+def _check_projections(site: Site) -> None:
+    """Refuse projections that do not fit together, and weights or dropout beside them."""
+    module, adapter, kind = site.module, site.adapter, type(site.module).__name__
+    parts = {name: getattr(module, name) for name in adapter.projections if name is not None}
+    for name, part in parts.items():
+        if not hasattr(part, "out_features"):
+            raise ValueError(f"{name} of a {kind} is a {type(part).__name__}; expected nn.Linear")
+    shapes = {name: (part.out_features, part.in_features) for name, part in parts.items()}
+    size = shapes[adapter.up]
+    expected = {name: size[::-1] if name == adapter.down else size for name in parts}
+    if shapes != expected:
+        raise ValueError(f"a {kind} has (out, in) features {shapes}; expected {expected}")
+    dtypes = {str(part.weight.dtype) for part in parts.values() if is_plain(part)}
+    if len(dtypes) > 1:
+        types = " and ".join(sorted(dtypes))
+        raise ValueError(f"the projections of a {kind} have the types {types}; load it in one")
+    if adapter.inline:
+        if rate := getattr(module, "activation_dropout", 0):
+            raise ValueError(f"a {kind} has activation_dropout={rate}; set 0, as SparseFFN has")
+        return
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name.partition(".")[0] not in parts:
+            more = f"{name} of shape {tuple(tensor.shape)} beside its projections"
+            raise ValueError(f"a {kind} has {more}, which SparseFFN does not compute with")
+
+
+def _check_activation(site: Site, config: Any, relufy: bool) -> str | None:
+    """Refuse an activation without zeros; with `relufy` return its name."""
+    adapter, kind, known = site.adapter, type(site.module).__name__, site.activation
+    in_config = getattr(config, adapter.config or "", None)
+    if in_config in ACTIVATIONS and (known.name if known else "silu") != in_config:
+        raise ValueError(f"the configuration says {in_config!r}, and a {kind} has {site.act}")
+    if known is not None:
+        return None
+    name = in_config or adapter.activation or type(site.act).__name__
+    if not relufy:
+        raise ValueError(
+            f"the activation of a {kind} is {name!r}, which makes nothing zero as far as twell "
+            f"knows; {KNOWN_NAMES} do. An adapter may say activation= in place of act=. "
+            "twell.sparsify(model, relufy=True) puts ReLU there: the model then needs training"
+        )
+    if in_config is None or adapter.act is None:
+        raise ValueError(
+            f"relufy=True notes ReLU in the model's configuration, where the adapter of {kind} "
+            f"finds no activation; exchange the {name!r} of the modules yourself"
+        )
+    return name
+
+
+# --- comparing
+
+
+@torch.no_grad()
+def check_same(site: Site, ffn: SparseFFN) -> None:
+    """Compare a module with the SparseFFN for it on random tokens, and again while training.
+
+    A down projection of zeros, as some trainings begin with, is random for the moment. The page
+    docs/models.md says where nothing is compared. Raises ValueError where the results differ.
+    """
+    parts = [part for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj) if part is not None]
+    if site.adapter.inline or not all(map(_can_compute, parts)):
+        return
+    modules = [*site.module.modules(), *ffn.modules()]
+    before, down = [module.training for module in modules], ffn.down_proj.weight
+    weight, kind = down.data, type(site.module).__name__
+    try:
+        if not weight.any():
+            down.data = _random(weight.shape, weight)
+        for training in (False, True):
+            for module in modules:
+                module.training = training
+            x, expected = _expected(site.module, _random((1, 4, ffn.hidden_size), weight))
+            with _seeded(x):
+                result = ffn.forward(x).double()
+            error = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
+            if error > SAME.get(weight.dtype, SAME_IN_HALF) and expected.isfinite().all():
+                hint = " while training; only an nn.Dropout of h may differ there" * training
+                raise ValueError(
+                    f"the adapter of {kind} describes something else than the module computes: a "
+                    f"relative error of {error:.2g} on random tokens{hint}"
+                )
+    finally:
+        down.data, ffn.outbox.last = weight, None
+        for module, was in zip(modules, before, strict=True):
+            module.training = was
+
+
+def _can_compute(part: nn.Module) -> bool:
+    """Return whether a projection has a plain weight; its class may inherit from nn.Linear."""
+    weight = getattr(part, "weight", None)
+    if not isinstance(part, nn.Linear) or "forward" in vars(part):
+        return False
+    if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "cuda"):
+        return False
+    hooks = any(getattr(part, name) for name in CALLED_WITH)
+    return not hooks and weight.shape == (part.out_features, part.in_features)
+
+
+def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
+
+
+@contextlib.contextmanager
+def _seeded(x: Tensor) -> Iterator[None]:
+    """Draw the same random numbers in every block.
+
+    torch.manual_seed would also seed the other devices, now or when they are first used.
+    """
+    generators = torch.cuda.default_generators if x.is_cuda else [torch.default_generator]
+    with torch.random.fork_rng([x.device] if x.is_cuda else []):
+        generators[max(x.get_device(), 0)].manual_seed(0)
+        yield
+
+
+def _expected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens [1, M, K], or [M, K] where the module takes rows alone, and its fp64 result."""
+    kind, problem = type(module).__name__, None
+    for tokens in (x, x[0]):
+        try:
+            with _seeded(x):
+                y = module.forward(tokens)
+        except Exception as error:
+            problem = problem or error
+            continue
+        if not isinstance(y, Tensor) or y.shape != tokens.shape:
+            given = getattr(y, "shape", type(y).__name__)
+            raise ValueError(f"a {kind} returns {given} for {tuple(tokens.shape)} values")
+        return tokens, y.double()
+    raise ValueError(f"a {kind} cannot compute {tuple(x.shape)} values: {problem}") from problem

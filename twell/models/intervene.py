@@ -64,9 +64,7 @@ def intervene(
     does not have, ValueError unless one of scale and value is given, in numbers that fit.
     """
     if not isinstance(layer, Integral):
-        raise ValueError(
-            f"neurons belong to one layer, as in silence(model, 3, [17, 40]); layers is {layer!r}"
-        )
+        raise ValueError(f"neurons belong to one layer, such as 3; layers is {layer!r}")
     if (scale is None) == (value is None):
         raise ValueError(f"give scale or value, and not both; they are {scale!r} and {value!r}")
     ffns = sparse_ffns(model)
@@ -75,9 +73,8 @@ def intervene(
     given = scale if value is None else value
     numbers = torch.as_tensor(given, dtype=torch.float64)
     if numbers.shape not in ((), (len(neurons),)) or not numbers.isfinite().all():
-        raise ValueError(
-            f"{len(neurons)} neurons need one finite number or {len(neurons)}, not {given!r}"
-        )
+        many = len(neurons)
+        raise ValueError(f"{many} neurons need one finite number or {many}, not {given!r}")
     before = ffn.edit
     dtype = torch.promote_types(next(ffn.parameters()).dtype, torch.float32)
     edit = before or Edit(torch.ones(ffn.intermediate_size, dtype=dtype, device=ffn.device))

@@ -16,8 +16,8 @@ from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
 
 TWO_PARTS = (
-    "the layers of an encoder and of a decoder see tokens of their own, so one mask or number of "
-    "tokens does not fit both; collect the terms of model.encoder and of model.decoder"
+    "an encoder and a decoder see tokens of their own, which one mask or number does not fit; "
+    "collect the terms of model.encoder and of model.decoder"
 )
 NO_GRADIENT = (
     "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; use "
@@ -35,15 +35,12 @@ class L1Terms(Collector):
     ) -> Tensor:
         """Return the term of each layer that ran, [L]; arguments as of `mean`."""
         self.check_gradient()
-        by_ffn: dict[SparseFFN, list[Tensor]] = {}
-        for ffn, l1 in self.terms:
-            by_ffn.setdefault(ffn, []).append(l1)
         # The terms of a layer in several passes count as of one pass over all their tokens.
-        terms = [
-            parts[0] if len(parts) == 1 else torch.cat([part.flatten() for part in parts])
-            for parts in by_ffn.values()
-        ]
-        return means(terms, token_mask, num_tokens)
+        by_ffn: dict[SparseFFN, Tensor] = {}
+        for ffn, l1 in self.terms:
+            before = by_ffn.get(ffn)
+            by_ffn[ffn] = l1 if before is None else torch.cat([before.flatten(), l1.flatten()])
+        return means(list(by_ffn.values()), token_mask, num_tokens)
 
     def by_call(self, token_mask: Tensor | None, num_tokens: Tensor | int | None) -> Tensor:
         """Return the term of each call of a layer: a layer may be in several places of a model."""
@@ -96,10 +93,8 @@ def with_l1(
     Raises ValueError for a model whose output has no L1 term, and where a batch has no labels.
     """
     if not hasattr(model.config, "l1_coefficient"):
-        raise ValueError(
-            f"model is a {type(model).__name__}, whose output has no L1 term; "
-            "twell.collect_l1 collects it for a loss of your own"
-        )
+        name = f"model is a {type(model).__name__}, whose output has no L1 term"
+        raise ValueError(f"{name}; twell.collect_l1 collects it for a loss of your own")
 
     def compute(
         outputs: Any, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None
@@ -128,11 +123,9 @@ def l1_by_layer(
 ) -> Tensor:
     """Return each layer's L1 term of the last forward pass, [L]; deprecated, use `collect_l1`.
 
-    Arguments as of `L1Terms.mean`. It reads what the last pass in training mode left on each layer,
-    of whichever thread, and the term of a layer that this pass skipped is an older one. A pass
-    that handed its terms to a collector leaves none, and so does SparseLlamaForCausalLM with
-    labels: its output has the term. Raises as `L1Terms.mean`, but does not notice a lost gradient
-    where the layers' own weights are frozen, as with LoRA elsewhere.
+    Arguments and errors as of `L1Terms.mean`. It reads what the last pass in training mode left on
+    each layer, of whichever thread. A pass that handed its terms to a collector leaves none, and so
+    does SparseLlamaForCausalLM with labels: its output has the term.
     """
     warnings.warn(
         "twell.l1_by_layer is deprecated: use `with twell.collect_l1(model) as terms:` around the "
@@ -143,10 +136,7 @@ def l1_by_layer(
     ffns = sparse_ffns(model)
     terms = [l1 for ffn in ffns if (l1 := ffn.outbox.last) is not None]
     if not terms:
-        raise RuntimeError(
-            "the layers kept no L1 term: run the model in training mode first; with labels, "
-            "SparseLlamaForCausalLM has it in output.l1"
-        )
+        raise RuntimeError("the layers kept no L1 term: run the model in training mode first")
     learns = any(p.requires_grad for ffn in ffns if ffn.training for p in ffn.parameters())
     if learns and torch.is_grad_enabled() and not any(term.requires_grad for term in terms):
         raise RuntimeError(NO_GRADIENT)
@@ -158,10 +148,7 @@ def means(
 ) -> Tensor:
     """The mean over tokens of each term: see `L1Terms.mean`."""
     if not terms:
-        raise RuntimeError(
-            "no SparseFFN layer ran inside the block in this thread; run the model there (replicas "
-            "of nn.DataParallel run in other threads)"
-        )
+        raise RuntimeError("no SparseFFN layer ran inside the block in this thread")
     device = terms[0].device  # a device map may place layers on several
     if len({term.shape for term in terms}) > 1:
         if token_mask is not None or num_tokens is not None:
@@ -173,10 +160,8 @@ def means(
         if token_mask.numel() == counted and per_token.dim() == 2:  # OPT's layers see [B * S]
             token_mask = token_mask.reshape(-1)
         if token_mask.shape != per_token.shape[1:]:
-            raise ValueError(
-                f"token_mask has shape {tuple(token_mask.shape)}; "
-                f"expected {tuple(per_token.shape[1:])}, one entry a token"
-            )
+            shapes = f"{tuple(token_mask.shape)}; expected {tuple(per_token.shape[1:])}"
+            raise ValueError(f"token_mask has shape {shapes}, one entry a token")
         counted = (token_mask != 0).sum()
         # No product: inf and NaN at padding positions must not reach the sum.
         per_token = torch.where(token_mask != 0, per_token, 0.0)
@@ -214,10 +199,10 @@ def token_mask(
         # A static cache allocates later keys too: there the last key is not the last token.
         first = shape[3] - length if cache is None else cache.get_seq_length()
         return _attends_to_itself(attention_mask.to(inputs.device), batch, length, first)
+    kind, many = type(attention_mask).__name__, f"{length} or more"
     raise ValueError(
-        f"attention_mask is a {type(attention_mask).__name__} of shape {shape}; expected None, "
-        f"({batch}, {length} or more) or ({batch} or 1, heads or 1, {length} or 1, {length} or "
-        "more), for the loss or the statistics to leave out padding"
+        f"attention_mask is a {kind} of shape {shape}; to leave out padding it has to be None, "
+        f"({batch}, {many}) or ({batch} or 1, heads or 1, {length} or 1, {many})"
     )
 
 

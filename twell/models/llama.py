@@ -85,9 +85,7 @@ class SparseLlamaConfig(LlamaConfig):
             raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
         number = self.l1_coefficient
         if not (isinstance(number, Real) and 0 <= number < math.inf):
-            raise ValueError(
-                f"l1_coefficient is {number!r}; it has to be a finite number, 0 or more"
-            )
+            raise ValueError(f"l1_coefficient is {number!r}; expected a finite number, 0 or more")
 
     def to_dict(self) -> dict:
         """As in transformers; `hidden_act` also says that there is a threshold."""
@@ -142,9 +140,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: SparseLlamaConfig):
         if isinstance(getattr(config, "quantization_config", None), dict):  # not `from_pretrained`
-            raise ValueError(
-                "the configuration is of FP8 weights; load them with from_pretrained or twell.load"
-            )
+            raise ValueError("the configuration is of FP8 weights; load them with from_pretrained")
         activation, config.hidden_act = config.hidden_act.removesuffix(THRESHOLD), "relu"
         try:  # transformers, whose layers are replaced below, knows no dReLU
             super().__init__(config)
@@ -315,10 +311,9 @@ def _require_l1(tensors: Sequence[Tensor]) -> None:
         if all(gradient is None for gradient in gradients[1:]):
             raise RuntimeError(
                 "the loss has no L1 term, and config.l1_coefficient is above 0: the model got no "
-                "labels, or its own forward was not called, as by a trainer that computes a loss "
-                "of its own (label_smoothing_factor, compute_loss_func, trl). Give the trainer "
-                "compute_loss_func=twell.with_l1(model, ...), add output.l1 to a loss of your own, "
-                "or set config.l1_coefficient to 0"
+                "labels, or its own forward was not called, as by a trainer with a loss of its own "
+                "(label_smoothing_factor, compute_loss_func, trl). Give the trainer "
+                "compute_loss_func=twell.with_l1(model, ...), or add output.l1 to your loss"
             )
 
     register_multi_grad_hook(tensors, check)
@@ -327,10 +322,8 @@ def _require_l1(tensors: Sequence[Tensor]) -> None:
 def check_llama(name: object, model: nn.Module) -> None:
     """Raise ValueError for a model of another class, which `name` names."""
     if not isinstance(model, SparseLlamaForCausalLM):
-        raise ValueError(
-            f"{name} is a {type(model).__name__}; here only a SparseLlamaForCausalLM will do, "
-            "which twell.load makes of Llamas with ReLU"
-        )
+        kind = type(model).__name__
+        raise ValueError(f"{name} is a {kind}; here only a SparseLlamaForCausalLM will do")
 
 
 def _predicted_tokens(labels: Tensor, options: dict) -> Tensor:

@@ -1,18 +1,29 @@
-"""Save models, and load those of runs, of `save_pretrained`, and of the paper."""
+"""Save models, and load those of runs, of `save_pretrained`, and of the paper.
+
+A Llama with ReLU is read here, ours, transformers' or the paper's, and every error names the file
+and the tensor. The paper's checkpoints have Llama's names, with down_proj transposed where its
+hybrid kernels trained; or names of their own, with some tensors transposed. transformers loads
+models of other families.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -24,27 +35,38 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
+from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 from transformers.utils import logging
 
-from twell.models.checkpoint import (
-    LLAMAS,
-    PUT_BACK,
-    PUT_BACK_COPY,
-    read_config,
-    read_json,
-    read_weights,
-)
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.models.quantize import note_quantization
-from twell.sparse.calibration import FLOAT8, Calibration
+from twell.models.quantize import empty_quantized, note_quantization
+from twell.sparse import calibration
+from twell.sparse.activations import ACTIVATIONS
+from twell.sparse.calibration import Calibration
+from twell.sparse.float8 import FLOAT8, FP8_DOWN, QUANTIZATION
 
-CALIBRATION = "calibration.json"  # beside the weights, as the next two
-GENERATION = "generation_config.json"
+# Files beside the weights
+CALIBRATION, GENERATION = "calibration.json", "generation_config.json"
 ADAPTER = "adapter_config.json"  # of peft
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 # Files that are downloaded; *.jinja: chat templates
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+# The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
+HYBRID = "sparsity_use_hybrid_kernel"
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
+DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+LLAMAS = (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu")  # model_type
+SIZES = tuple(
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
+)
+# The paper's trackers, and rotary tables
+NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$")
+# Names of the paper's own layout, of which some are stored transposed
+PAPER_WEIGHT = re.compile(r"\.mlp\.((gate|up|down)_weight)$")
+PUT_BACK = "put back the file that came with the weights"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def save(
@@ -94,39 +116,9 @@ def load(
         load_empty(folder)  # refuses what cannot become sparse, before weights load
         model = sparsify(load_stock(name_or_path, dtype or "auto"), backend=backend or "dense")
     ffns = sparse_ffns(model)
-    if ffns[0].backend == "auto" and (calibration := _calibration_of(folder)):
-        if (calibration.dtype == FLOAT8) == ffns[0].quantized:
-            for ffn in ffns:
-                ffn.calibration = calibration
-        else:
-            option = " --fp8" if ffns[0].quantized else ""
-            warnings.warn(
-                f"{folder / CALIBRATION} has times of {calibration.dtype}, unlike the weights, and "
-                f"is not used; `twell measure calibrate{option}` measures them",
-                stacklevel=2,
-            )
+    if ffns[0].backend == "auto" and (folder / CALIBRATION).is_file():
+        _calibrate(folder / CALIBRATION, ffns)
     return model.eval(), _tokenizer_of(folder)
-
-
-def _load_llama(
-    folder: Path, backend: str | None, dtype: torch.dtype | None
-) -> SparseLlamaForCausalLM:
-    config = read_config(folder)
-    if backend is not None:
-        config.ffn_backend = backend
-    tensors = read_weights(folder, config)
-    if getattr(config, "quantization_config", None) is not None:
-        if dtype not in (None, torch.bfloat16):
-            raise ValueError(f"dtype is {dtype}, and {folder} has FP8 weights; expected bfloat16")
-        dtype = torch.bfloat16
-    dtype = dtype or _dtype_of(tensors, config, folder)
-    with _no_progress_bar():
-        model = SparseLlamaForCausalLM.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype
-        )
-    if (folder / GENERATION).is_file():
-        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION))
-    return model
 
 
 def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
@@ -152,9 +144,7 @@ def resolve(name: str | Path) -> Path:
             raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
         return folder
     if folder.exists():
-        raise ValueError(
-            f"{folder} is a file; a model is a folder with config.json and *.safetensors"
-        )
+        raise ValueError(f"{folder} is a file; a model is a folder with config.json")
     try:
         return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
     except HFValidationError:
@@ -162,6 +152,75 @@ def resolve(name: str | Path) -> Path:
     except Exception as error:  # offline, no such repository, no access: the hub has a dozen kinds
         reason = f"no model {name}: it is no folder here, and the hub answered: {error}"
     raise FileNotFoundError(reason)
+
+
+def read_json(path: Path) -> dict:
+    """Return the JSON object in a file. Raises ValueError for anything else."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; {PUT_BACK}") from None
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        raise ValueError(f"{path} holds a {kind}, expected a JSON object; {PUT_BACK}")
+    return fields
+
+
+def _is_llama(folder: Path) -> bool:
+    return read_json(folder / "config.json").get("model_type") in LLAMAS
+
+
+def _refuse_adapter(folder: Path) -> None:
+    if (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
+            "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
+        )
+
+
+def _calibrate(path: Path, ffns: list) -> None:
+    """Give the layers a measured calibration; warn of another device, and of another type."""
+    measured = Calibration.load(path)
+    if torch.cuda.is_available() and (device := torch.cuda.get_device_name()) != measured.device:
+        times = f"{path} has times of {measured.device!r}, and this is {device!r}"
+        warnings.warn(f"{times}: `twell measure calibrate` measures here", stacklevel=3)
+    quantized = ffns[0].quantized
+    if (measured.dtype == calibration.FLOAT8) != quantized:
+        command = f"twell measure calibrate{' --fp8' if quantized else ''}"
+        times = f"{path} has times of {measured.dtype}, unlike the weights, and is not used"
+        warnings.warn(f"{times}; `{command}` measures them", stacklevel=3)
+        return
+    for ffn in ffns:
+        ffn.calibration = measured
+
+
+def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
+    files = [folder / name for name in TOKENIZER if (folder / name).is_file()]
+    if not files:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except ImportError:
+        raise
+    except Exception as error:  # damaged files raise a dozen kinds
+        names = " and ".join(map(str, files))
+        raise ValueError(f"{names} make no tokenizer: {_reason(error)}; {PUT_BACK}") from None
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide transformers' bar: the tensors are read before, and notebooks keep the bar at 0%."""
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 # --- models of other families
@@ -181,19 +240,12 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
             options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
             model, report = auto.from_pretrained(source, config=config, dtype=dtype, **options)
     except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
-        reason = _reason(error)[:300]
-        raise ValueError(f"{folder} cannot be loaded: {reason}; {PUT_BACK_COPY}") from None
+        raise ValueError(f"{folder} cannot be loaded: {_reason(error)[:300]}") from None
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
-            raise ValueError(
-                f"{folder}: the weights have {problem.replace('_', ' ')}, such as "
-                f"{sorted(report[problem])[0]}; {PUT_BACK_COPY}"
-            )
+            keys = f"{problem.replace('_', ' ')}, such as {sorted(report[problem])[0]}"
+            raise ValueError(f"{folder}: the weights have {keys}; put back a whole copy")
     return model
-
-
-def _is_llama(folder: Path) -> bool:
-    return read_json(folder / "config.json").get("model_type") in LLAMAS
 
 
 def stock_config(folder: Path) -> tuple[PreTrainedConfig, type]:
@@ -211,15 +263,182 @@ def stock_config(folder: Path) -> tuple[PreTrainedConfig, type]:
     return config, AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
-# --- files
+# --- Llamas with ReLU
 
 
-def _refuse_adapter(folder: Path) -> None:
-    if (folder / ADAPTER).is_file():
-        raise ValueError(
-            f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
-            "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
+def _load_llama(
+    folder: Path, backend: str | None, dtype: torch.dtype | None
+) -> SparseLlamaForCausalLM:
+    config = read_config(folder)
+    if backend is not None:
+        config.ffn_backend = backend
+    tensors = read_weights(folder, config)
+    if getattr(config, "quantization_config", None) is not None:
+        if dtype not in (None, torch.bfloat16):
+            raise ValueError(f"dtype is {dtype}, and {folder} has FP8 weights; expected bfloat16")
+        dtype = torch.bfloat16
+    dtype = dtype or _dtype_of(tensors, config, folder)
+    with _no_progress_bar():
+        model = SparseLlamaForCausalLM.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype
         )
+    if (folder / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION))
+    return model
+
+
+def read_config(folder: Path) -> SparseLlamaConfig:
+    """Return the configuration that a folder's config.json describes.
+
+    Raises ValueError for a damaged file, and for one that describes no Llama with ReLU.
+    """
+    path = folder / "config.json"
+    fields = read_json(path)
+    if missing := [name for name in SIZES if name not in fields]:
+        raise ValueError(f"{path} has no {', '.join(missing)}; {PUT_BACK}")
+    kind = fields.pop("model_type", None)
+    # The type has a newer and an older name.
+    names = [fields.pop("dtype", None), fields.pop("torch_dtype", None)]
+    names = [str(name).removeprefix("torch.") for name in names if name not in (None, "auto")]
+    if names and getattr(torch, names[0], None) not in DTYPES:
+        raise ValueError(f"{path}: dtype is {names[0]!r}; expected one of {DTYPE_NAMES}")
+    fields["dtype"] = names[0] if names else None
+    quantization = fields.pop("quantization_config", None)
+    if quantization not in (None, QUANTIZATION, FP8_DOWN):
+        has = f"{path} has the quantization_config {quantization}"
+        raise ValueError(f"{has}; twell reads FP8 weights of twell.quantize_ only")
+    if kind != SparseLlamaConfig.model_type:
+        fields = _translated(folder, kind, fields)
+    try:
+        config = SparseLlamaConfig.from_dict(fields)
+        # The "dense" backend works on every machine.
+        empty_weights(SparseLlamaConfig.from_dict(fields | {"ffn_backend": "dense"}))
+    except Exception as error:  # transformers raises a dozen kinds
+        raise ValueError(f"{path} describes no model: {_reason(error)}") from None
+    note_quantization(config, quantization)
+    return config
+
+
+def _translated(folder: Path, kind: str, fields: dict) -> dict:
+    """Return our fields for a Llama's and for the paper's, whose names begin with `sparsity_`."""
+    sparsity = {name: fields.pop(name) for name in list(fields) if name.startswith("sparsity_")}
+    activation = fields.get("hidden_act")
+    known = ACTIVATIONS.get(str(activation))
+    makes_zeros = known is not None and known.sparse
+    if not sparsity and kind == "llama" and not makes_zeros:
+        raise ValueError(
+            f"{folder} holds a Llama with activation {activation!r}; "
+            "load it with transformers and use twell.sparsify(model, relufy=True)"
+        )
+    fields.pop("architectures", None)
+    size = sparsity.get("sparsity_new_intermediate_size") or fields.get("intermediate_size")
+    # Llama's own defaults, which differ from those of SparseLlamaConfig
+    fields = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6} | fields
+    return fields | {
+        "hidden_act": activation if makes_zeros else "relu",  # the paper's may say "silu"
+        "gated_mlp": sparsity.get("sparsity_gated_mlp", True),
+        "l1_coefficient": sparsity.get("sparsity_l1_coeff") or 0.0,
+        "intermediate_size": size,
+    }
+
+
+def empty_weights(config: SparseLlamaConfig) -> dict[str, Tensor]:
+    """Return the state dictionary of a model on the meta device: names, shapes and types."""
+    quantization = getattr(config, "quantization_config", None)
+    config = copy.deepcopy(config)
+    note_quantization(config, None)
+    with torch.device("meta"):
+        model = SparseLlamaForCausalLM(config)
+        if quantization is not None:
+            empty_quantized(model)
+        return model.state_dict()
+
+
+def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
+    """Return the weights in a folder with Llama's names and shapes.
+
+    The head is left out where `config` ties it to the embedding. Raises FileNotFoundError for a
+    missing file. Raises ValueError for a damaged file, and for a tensor that is missing, unknown,
+    or of the wrong shape or type.
+    """
+    tensors, expected = _read_tensors(folder, config), empty_weights(config)
+    for name, tensor in tensors.items():
+        in_fp8 = name in expected and expected[name].dtype == FLOAT8
+        if tensor.dtype not in ((FLOAT8,) if in_fp8 else DTYPES):
+            types = FLOAT8 if in_fp8 else f"one of {DTYPE_NAMES}"
+            raise _wrong(folder, name, f"type {tensor.dtype}", types)
+    if config.tie_word_embeddings:
+        expected.pop(HEAD)
+        head = tensors.pop(HEAD, None)
+        if head is not None and not torch.equal(head, tensors.get(EMBEDDING, head)):
+            raise ValueError(f"{folder}: {HEAD} differs from {EMBEDDING}; config.json ties them")
+    for name, tensor in expected.items():
+        shape = tuple(tensor.shape)
+        if name not in tensors:
+            raise ValueError(f"{folder}: the tensor {name} is missing, expected with shape {shape}")
+        given = tuple(tensors[name].shape)
+        if given != shape:
+            turned = given == shape[::-1] and name.endswith("down_proj.weight")
+            hint = f"; see {HYBRID} in config.json" if turned else ""
+            raise _wrong(folder, name, f"shape {given}", f"{shape}{hint}")
+    if unknown := sorted(set(tensors) - set(expected)):
+        more = f"{unknown[0]} is not part of the model ({len(unknown)} such)"
+        raise ValueError(f"{folder}: the tensor {more}")
+    return tensors
+
+
+def _wrong(folder: Path, name: str, given: str, expected: Any) -> ValueError:
+    return ValueError(f"{folder}: the tensor {name} has {given}; expected {expected}")
+
+
+def _read_tensors(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
+    """Return the tensors of either layout with Llama's names and shapes."""
+    fields = read_json(folder / "config.json")
+    hybrid = fields.get(HYBRID) or False
+    if not isinstance(hybrid, bool):
+        raise ValueError(f"{folder}: {HYBRID} is {hybrid!r}; expected true or false")
+    hybrid = hybrid and fields.get("model_type") != SparseLlamaConfig.model_type
+    turned = {"gate_weight" if config.gated_mlp else "up_weight", "down_weight"}
+    tensors: dict[str, Tensor] = {}
+    for file in _files(folder, getattr(config, "transformers_weights", None)):
+        if not file.is_file():
+            raise FileNotFoundError(f"{file.parent} has no {file.name}, which holds weights")
+        try:
+            stored = load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or cut short: {error}") from None
+        for name, tensor in stored.items():
+            if NO_WEIGHTS.search(name):
+                continue
+            weight, transposed = name, hybrid and name.endswith(".mlp.down_proj.weight")
+            if match := PAPER_WEIGHT.search(name):
+                weight = PAPER_WEIGHT.sub(r".mlp.\2_proj.weight", name)
+                transposed = match[1] in turned
+                if tensor.dim() != 2:
+                    raise _wrong(folder, name, f"shape {tuple(tensor.shape)}", "a matrix")
+            if weight in tensors:
+                raise ValueError(f"{file}: {name} would be {weight} twice; take one of them out")
+            finite = tensor.float() if tensor.dtype == FLOAT8 else tensor
+            if tensor.dtype in (*DTYPES, FLOAT8) and not finite.isfinite().all():
+                raise ValueError(f"{file}: the tensor {name} has NaN or infinite values")
+            tensors[weight] = tensor.t().contiguous() if transposed else tensor
+    return tensors
+
+
+def _files(folder: Path, named: str | None) -> list[Path]:
+    """Return the files with the weights, in order.
+
+    As transformers: a file that config.json names, else one file, else the shards of an index.
+    """
+    paths = [folder / name for name in ((named,) if named else (WHOLE, INDEX))]
+    index = next(filter(Path.is_file, paths), paths[0])
+    if not index.name.endswith(".index.json"):
+        return [index]
+    try:
+        files = sorted(set(read_json(index)["weight_map"].values()))
+        return [index.parent / name for name in files]
+    except (KeyError, AttributeError, TypeError):
+        raise ValueError(f"{index} has no weight_map with a file for each tensor") from None
 
 
 def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:
@@ -227,56 +446,12 @@ def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Pat
     widest = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
     if config.dtype is None:
         return widest
-    rounded = (
-        n for n, t in tensors.items() if torch.promote_types(t.dtype, config.dtype) != config.dtype
-    )
-    if name := next(rounded, None):
-        warnings.warn(
-            f"{folder}: the tensor {name} is stored as {tensors[name].dtype} and rounded to the "
-            f"type in config.json, {config.dtype}; dtype={widest} keeps the stored values",
-            stacklevel=4,
-        )
+    for name, tensor in tensors.items():
+        if torch.promote_types(tensor.dtype, config.dtype) != config.dtype:
+            warnings.warn(
+                f"{folder}: the tensor {name} is stored as {tensor.dtype} and rounded to the "
+                f"type in config.json, {config.dtype}; dtype={widest} keeps the stored values",
+                stacklevel=4,
+            )
+            break
     return config.dtype
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' bar: the tensors are read before, and notebooks keep the bar at 0%."""
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
-
-
-def _calibration_of(folder: Path) -> Calibration | None:
-    """Return the calibration beside the weights, if any; warn when another device measured it."""
-    if not (folder / CALIBRATION).is_file():
-        return None
-    calibration = Calibration.load(folder / CALIBRATION)
-    if torch.cuda.is_available() and (device := torch.cuda.get_device_name()) != calibration.device:
-        warnings.warn(
-            f"{folder / CALIBRATION} has times of {calibration.device!r}, and this is {device!r}: "
-            "`twell measure calibrate` measures here",
-            stacklevel=3,
-        )
-    return calibration
-
-
-def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
-    files = [folder / name for name in TOKENIZER if (folder / name).is_file()]
-    if not files:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except ImportError:
-        raise
-    except Exception as error:  # damaged files raise a dozen kinds
-        names = " and ".join(map(str, files))
-        raise ValueError(f"{names} make no tokenizer: {_reason(error)}; {PUT_BACK}") from None
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

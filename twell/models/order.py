@@ -18,8 +18,7 @@ class OrderedTokens:
     def __init__(self, model: nn.Module, clusters: int):
         self.ffns = sparse_ffns(model)
         if not hasattr(model, "get_input_embeddings"):
-            name = type(model).__name__
-            raise ValueError(f"{name} has no get_input_embeddings(), as models of transformers do")
+            raise ValueError(f"{type(model).__name__} has no get_input_embeddings()")
         embedding = model.get_input_embeddings()
         weight = embedding.weight
         if weight.is_meta:
@@ -47,7 +46,6 @@ class OrderedTokens:
             ffn.token_order = orders.get(device)
 
     def remove(self) -> None:
-        """Compute tokens as they come again."""
         for handle in self._handles:
             handle.remove()
         for ffn in self.ffns:

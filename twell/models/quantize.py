@@ -56,20 +56,17 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
 
 
 def _keep_down(module: nn.Module, in_fp8: bool) -> None:
-    """Keep down in FP8 for dense passes, or not, and say so in the configurations."""
     for ffn in sparse_ffns(module):
         ffn.keep_down(in_fp8 and ffn.intermediate_size % float8.MULTIPLE == 0)
     _note(module, dict(float8.FP8_DOWN if in_fp8 else float8.QUANTIZATION))
 
 
 def _parts(ffn: SparseFFN) -> list[tuple[str, nn.Module]]:
-    """Return the projections that FP8 is for, by name."""
     parts = [(name, getattr(ffn, name)) for name in QUANTIZED]
     return [(name, part) for name, part in parts if part is not None]
 
 
 def _check_config(config: Any) -> None:
-    """Raise ValueError for a configuration of another kind of FP8."""
     name = type(config).__name__
     if name != Float8DynamicActivationFloat8WeightConfig.__name__:
         raise ValueError(f"config is a {name}; expected Float8DynamicActivationFloat8WeightConfig")
@@ -107,7 +104,6 @@ def note_quantization(config: PreTrainedConfig, quantization: Any) -> None:
 
 
 def _check(ffn: SparseFFN, owner: str) -> None:
-    """Raise an error for a layer that `quantize_` does not take."""
     if not ffn.act.sparse:
         raise ValueError(f"{owner} has activation {ffn.activation!r}; FP8 is for kinds of ReLU")
     if ffn.quantized:
@@ -122,10 +118,7 @@ def _check(ffn: SparseFFN, owner: str) -> None:
             raise ValueError(f"{name} of {owner} is {reason}; expected a plain nn.Linear")
         for tensor in part.parameters():
             if tensor.dtype != torch.bfloat16:
-                raise ValueError(
-                    f"{name} of {owner} is {tensor.dtype}; expected torch.bfloat16, "
-                    "such as model.to(torch.bfloat16) gives"
-                )
+                raise ValueError(f"{name} of {owner} is {tensor.dtype}; expected torch.bfloat16")
         if name in QUANTIZED and not part.weight.isfinite().all():
             raise ValueError(f"{name} of {owner} has NaN or infinite weights")
 
@@ -150,11 +143,8 @@ def dequantize_(module: nn.Module) -> None:
         ffn.chooser.quantized = False
     _note(module, None)
     if rounded:
-        warnings.warn(
-            f"{rounded} weights were not kept in bf16: they are their FP8 values now "
-            "(keep_original=True keeps every bit)",
-            stacklevel=2,
-        )
+        lost = f"{rounded} weights were not kept in bf16: they are their FP8 values now"
+        warnings.warn(f"{lost} (keep_original=True keeps every bit)", stacklevel=2)
 
 
 # --- files
@@ -177,18 +167,14 @@ def quantization_of(module: nn.Module) -> Any:
     in_fp8 = {ffn.quantized for ffn in sparse_ffns(module)}
     if len(in_fp8) == 2:
         raise ValueError("some layers are in FP8 and others not; twell.quantize_ the model")
-    ours = dict(_form(module)) if in_fp8 == {True} else None
-    return _other(module) or ours
-
-
-def _form(module: nn.Module) -> dict:
-    """How the layers in FP8 compute down in dense passes, as config.json says it."""
-    in_fp8 = any(ffn.dense_down is not None for ffn in sparse_ffns(module))
-    return float8.FP8_DOWN if in_fp8 else float8.QUANTIZATION
+    if (other := _other(module)) is not None or in_fp8 == {False}:
+        return other
+    down = any(ffn.dense_down is not None for ffn in sparse_ffns(module))
+    return dict(float8.FP8_DOWN if down else float8.QUANTIZATION)
 
 
 def _other(part: nn.Module) -> Any:
-    """The quantisation of a model's configuration, if it is another than FP8."""
+    """Return the quantisation of a model's configuration, if it is another than FP8."""
     present = getattr(part.config, "quantization_config", None)
     ours = isinstance(present, _Config) or present in (float8.QUANTIZATION, float8.FP8_DOWN)
     return None if ours else present
@@ -196,8 +182,6 @@ def _other(part: nn.Module) -> Any:
 
 @register_quantization_config(float8.QUANTIZATION["quant_method"])
 class _Config(QuantizationConfigMixin):
-    """`float8.QUANTIZATION` as transformers keeps it while it loads a model."""
-
     def __init__(self, **fields: Any):
         if fields not in (float8.QUANTIZATION, float8.FP8_DOWN):
             raise ValueError(f"quantization_config is {fields}; expected {float8.QUANTIZATION}")
@@ -207,8 +191,6 @@ class _Config(QuantizationConfigMixin):
 
 @register_quantizer(float8.QUANTIZATION["quant_method"])
 class _Quantizer(HfQuantizer):
-    """Lets `from_pretrained` of transformers load FP8 weights, as they are stored."""
-
     requires_calibration = True  # transformers' word for: other weights cannot be loaded so
     is_trainable = False
 

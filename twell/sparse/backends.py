@@ -28,6 +28,7 @@ def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
             "statistics can be computed; load the model without tp_plan"
         )
     l1 = activity = None
+    hidden = (g, h) if wants.hidden else None
     if wants.l1:
         l1 = h.abs().sum(-1, dtype=torch.promote_types(h.dtype, torch.float32))
     if wants.activity:
@@ -37,9 +38,9 @@ def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
     if (drop := ffn.parts.get("h_dropout")) is not None:
         h = drop(h)
     if ffn.dense_down is None:
-        return Result(ffn.down_proj(h), l1, activity)
+        return Result(ffn.down_proj(h), l1, activity, hidden)
     y = add_bias(ffn.dense_down(h), ffn.down_proj.bias)
-    return Result(y.to(h.dtype), l1, activity)
+    return Result(y.to(h.dtype), l1, activity, hidden)
 
 
 def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:

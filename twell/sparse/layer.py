@@ -42,6 +42,7 @@ from twell.sparse.observe import (
     Wants,
     hand_on,
     open_collector,
+    show_hidden,
     summarize_activity,
 )
 from twell.sparse.order import TokenOrder
@@ -319,6 +320,8 @@ class SparseFFN(nn.Module):
             result = backends.sparse(self, rows, wants)
         else:
             result = order.undo(backends.sparse(self, order.take(rows), wants))
+        if wants.hidden and not box:  # sparse backends keep no h
+            show_hidden(self, *(result.hidden or self.activations(x)))
         self._show(watch, wants, result, leading)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)

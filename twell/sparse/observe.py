@@ -68,29 +68,32 @@ def mean_entries(token_counts: Tensor) -> Tensor:
 
 
 class Wants(NamedTuple):
-    """What a pass computes beside y: the L1 term, and activity without the tokens masked by 0."""
+    """What a pass computes beside y: the L1 term, activity without the tokens masked by 0, g and h."""
 
     l1: bool
     activity: bool
     token_mask: Tensor | None = None
+    hidden: bool = False
 
     def beside(self, other: Wants | None) -> Wants:
         """Return what two collectors want together, with the mask of this one if it has one."""
         if other is None:
             return self
         token_mask = other.token_mask if self.token_mask is None else self.token_mask
-        return Wants(self.l1 or other.l1, self.activity or other.activity, token_mask)
+        hidden = self.hidden or other.hidden
+        return Wants(self.l1 or other.l1, self.activity or other.activity, token_mask, hidden)
 
 
 class Result(NamedTuple):
     """One pass of a layer: y [M, K]; l1 [M] fp32, the sum of |h| of each token, and activity.
 
-    Both are None where nobody asked for them.
+    Both are None where nobody asked for them. hidden: g and h, only of a dense pass.
     """
 
     y: Tensor
     l1: Tensor | None = None
     activity: Activity | None = None
+    hidden: tuple[Tensor, Tensor] | None = None
 
 
 class ActivityStats:
@@ -176,6 +179,7 @@ class Collector:
         wants_l1: compute the L1 term in evaluation mode too, as layers always do in training mode.
         counts: add the activity of the passes to the layers' `stats`.
         token_mask: zero for tokens that the statistics leave out, of the passes' leading shape.
+        hidden: call `see` with g and h of each eager pass, whatever the backend.
 
     `terms` are pairs (layer, sum_n |h| of each token) in the order of the passes: fp32, of the
     input's leading shape, part of the autograd graph. Each block starts without any. All collectors
@@ -190,10 +194,11 @@ class Collector:
         wants_l1: bool = False,
         counts: bool = False,
         token_mask: Tensor | None = None,
+        hidden: bool = False,
     ):
         self.ffns = list(ffns)
         self._ids = set(map(id, self.ffns))
-        self._own_wants = self.wants = Wants(wants_l1, counts, token_mask)
+        self._own_wants = self.wants = Wants(wants_l1, counts, token_mask, hidden)
         self.terms: list[tuple[nn.Module, Tensor]] = []
         self.no_grad = False  # whether a training layer ran without gradients in a block with them
         self.is_open = False
@@ -248,6 +253,9 @@ class Collector:
         if lost and error is None:
             raise RuntimeError(f"more than one pass, or thread, left its terms with {ONE_BLOCK}")
 
+    def see(self, ffn: nn.Module, g: Tensor, h: Tensor) -> None:
+        """Take g and h [M, N] of a pass, before interventions."""
+
     def receive(self, ffn: nn.Module, l1: Tensor, grad: bool) -> None:
         """Take the term of a pass that ran with `grad` enabled or not, if it is of these layers."""
         if id(ffn) in self._ids:
@@ -276,6 +284,13 @@ def hand_on(ffn: nn.Module, l1: Tensor, grad: bool) -> None:
     for one in _OPEN.get():
         if one.is_open:
             one.receive(ffn, l1, grad)
+
+
+def show_hidden(ffn: nn.Module, g: Tensor, h: Tensor) -> None:
+    """Give g and h [..., N] of a pass to the open collectors that want them."""
+    for one in _OPEN.get():
+        if one.is_open and one._own_wants.hidden and id(ffn) in one._ids:
+            one.see(ffn, *(t.reshape(-1, t.shape[-1]) for t in (g, h)))
 
 
 class Outbox:

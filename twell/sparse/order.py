@@ -50,7 +50,8 @@ class TokenOrder(NamedTuple):
         Counts of active neurons keep the order; statistics do not depend on it.
         """
         l1 = None if result.l1 is None else _take(result.l1, self.places, self.order)
-        return result._replace(y=_take(result.y, self.places, self.order), l1=l1)
+        y = _take(result.y, self.places, self.order)
+        return result._replace(y=y, l1=l1, hidden=None)
 
 
 def _take(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:

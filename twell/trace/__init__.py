@@ -5,15 +5,12 @@ proportional to the number of tokens. An `Aggregate` has a fixed size: counts ov
 exact, and for each neuron a few places in the text. Both have the same methods (`histogram`,
 `by_token`, `by_position`, `neurons`, `unions`, `overflows`), so analysis has one function for both.
 
-    trace, aggregates   the two records, and their methods
-    files               both on disk: one compressed .npz
-    contexts            the places in the text at which an aggregate shows a neuron
-    neurons             where single neurons fire, and the token each is most specific to
-    texts               from text to token ids, and back to the string of each token
-    watch               runs a model and hands its active entries to an observer
-    counter             the observer that fills an aggregate
-    tracing             traces and aggregates of texts, sequences and runs
-    silence             by how much the loss changes when a neuron is silenced or scaled
+    records     the two records, their methods and files
+    texts       from text to token ids, and back to the string of each token
+    watch       runs a model and hands its active entries to an observer
+    counter     the observers that fill an aggregate
+    tracing     traces and aggregates of texts, sequences and runs; the loss without a neuron
+    neurons     where single neurons fire, and the token each is most specific to
 
 The public functions load at first use: reading a file loads neither torch nor transformers.
 """
@@ -23,13 +20,11 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        ".aggregates": "Aggregate BLOCKS COMPRESSIONS OCTAVES TILE_N",
-        ".contexts": "CONTEXTS SAMPLE",
+        ".counter": "CONTEXTS SAMPLE",
         ".neurons": "places specific",
-        ".silence": "scaled_logprob silenced_loss",
+        ".records": "Aggregate BLOCKS COMPRESSIONS OCTAVES TILE_N Trace",
         ".texts": "cut encode held_out load_with_tokenizer token_strings",
-        ".trace": "Trace",
         ".tracing": "BATCH_TOKENS BYTES_A_NEURON MAX_BYTES aggregate aggregate_run "
-        "trace_text trace_tokens trace_validation",
+        "scaled_logprob silenced_loss trace_text trace_tokens trace_validation",
     },
 )

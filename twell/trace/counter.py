@@ -1,31 +1,110 @@
-"""The observer that fills an aggregate: counts on the model's device, and candidates for places.
+"""Counts the activity of a model, and chooses the places in the text that show a neuron.
 
-Its size does not depend on the number of tokens. Counts are sums of integers: neither the batches
-nor the device change them. The sampled firings depend on the seed and on the order of tokens.
+`Counter` observes a first run (watch.py): exact counts, the strongest firings of each neuron and an
+even sample of them. `Near` observes a second run: the values at the tokens around these places.
+`Counter.finish` keeps as many places, and as many words around them, as the file may have. Neither
+batches nor the device change the counts. The samples depend on seed and order of tokens.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from twell.trace import contexts
-from twell.trace.aggregates import BLOCKS, COMPRESSIONS, OCTAVES, TILE_N, Aggregate
-from twell.trace.contexts import CONTEXTS, SAMPLE, Best, Near, Table
+from twell.trace.records import BLOCKS, COMPRESSIONS, OCTAVES, TILE_N, Aggregate
 from twell.trace.texts import token_strings
 
+Table = tuple[np.ndarray, np.ndarray]  # firings [L, N, k]: numbers of tokens, -1 for none; their h
 # Counted octaves 2^(e-1) <= |h| < 2^e: these exponents e, first for h >= 0, then for h < 0.
 LOWEST, HIGHEST = -31, 32
 WIDTH = HIGHEST - LOWEST + 1
 OFTEN = 8  # firings that both neurons of a pair need for a correlation
+SAMPLE = 32  # firings of a neuron that are drawn evenly, for the quantiles
+
+
+class Contexts(NamedTuple):
+    """How much an aggregate shows of each neuron.
+
+    top: strongest places; quantiles: of h, one place each; before, after: tokens around a place;
+    together: neurons that fire with it.
+    """
+
+    top: int
+    quantiles: list[float]
+    before: int
+    after: int
+    together: int
+
+
+# An aggregate takes the first row that keeps its file within its limit. Counts are never reduced.
+CONTEXTS = (
+    Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 24, 12, 8),
+    Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 16, 8, 8),
+    Contexts(8, [0.1, 0.5, 0.9], 12, 4, 5),
+    Contexts(5, [0.1, 0.5, 0.9], 12, 4, 5),
+    Contexts(3, [0.1, 0.5, 0.9], 12, 4, 5),
+    Contexts(3, [0.1, 0.5, 0.9], 8, 3, 3),
+    Contexts(3, [0.5], 8, 3, 3),
+    Contexts(2, [0.5], 8, 3, 3),
+    Contexts(2, [0.5], 5, 2, 1),
+    Contexts(1, [0.5], 5, 2, 1),
+    Contexts(1, [0.5], 3, 1, 0),
+    Contexts(1, [], 3, 1, 0),
+    Contexts(0, [], 0, 0, 0),
+)
+
+
+class Best:
+    """The k entries of each group with the highest score in a stream; of equal ones the earliest.
+
+    An entry that does not exceed its group's k-th score is dropped on its device. The others go to
+    main memory, and are merged when they are more than groups * k.
+    """
+
+    def __init__(self, groups: int, k: int, device: torch.device | str):
+        self.groups, self.k = groups, k
+        self.threshold = torch.full((groups,), -torch.inf, device=device)
+        kinds = (np.int64, np.int64, np.float32, np.float32)
+        self.parts = [tuple(np.zeros(0, kind) for kind in kinds)]
+        self.waiting = 0
+
+    def add(self, group: Tensor, at: Tensor, score: Tensor, value: Tensor) -> None:
+        """Add entries [n]; `at` ascends from call to call in a group."""
+        better = score > self.threshold[group]
+        self.parts.append(tuple(t[better].cpu().numpy() for t in (group, at, score, value)))
+        self.waiting += len(self.parts[-1][0])
+        if self.waiting > self.groups * self.k:
+            self.merge()
+
+    def merge(self) -> np.ndarray:
+        """Keep the best entries, sorted by group and rank; return their ranks."""
+        group, at, score, value = (np.concatenate(parts) for parts in zip(*self.parts, strict=True))
+        order = np.lexsort((at, -score, group))
+        rank = np.arange(len(order)) - np.searchsorted(group[order], group[order])
+        order, rank = order[rank < self.k], rank[rank < self.k]
+        self.parts, self.waiting = [(group[order], at[order], score[order], value[order])], 0
+        last = order[rank == self.k - 1]
+        full, scores = (torch.from_numpy(part[last]) for part in (group, score))
+        self.threshold[full.to(self.threshold.device)] = scores.to(self.threshold.device)
+        return rank
+
+    def table(self, *shape: int) -> Table:
+        """Return the entries of the groups in this shape, [*shape, k]; h is 0 where none is."""
+        rank = self.merge()
+        group, at, _, value = self.parts[0]
+        table = np.full((self.groups, self.k), -1), np.zeros((self.groups, self.k), np.float32)
+        table[0][group, rank], table[1][group, rank] = at, value
+        return tuple(part.reshape(*shape, self.k) for part in table)
 
 
 class Counter:
-    """Counts the batches of a model of L layers with N neurons; `finish` returns the Aggregate.
+    """Counts the batches of a model of L layers with N neurons each.
 
     context: the length of the longest sequence; seed: decides which firings are sampled.
     """
@@ -53,7 +132,7 @@ class Counter:
         self.value_sum, self.abs_sum = zeros(2, *neurons, dtype=torch.float64)
         self.max_abs = zeros(*neurons, dtype=torch.float32)
         self.overflow_rows, self.overflow_tiles = zeros(2, num_layers, len(COMPRESSIONS))
-        self.both = zeros(num_layers, intermediate_size, intermediate_size, dtype=torch.int32)
+        self.both = zeros(*neurons, intermediate_size, dtype=torch.int32)
         unions = zeros(3, num_layers, len(BLOCKS))
         self.union_sum, self.union_max, self.union_active = unions
         # For each layer: token and neuron of the entries in the unfinished largest block.
@@ -99,11 +178,11 @@ class Counter:
         self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
 
     def count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        num_tokens, num_tiles = len(self.ids), -(-self.intermediate_size // TILE_N)
-        tile = token * num_tiles + neuron // TILE_N
-        in_tile = torch.bincount(tile, minlength=num_tokens * num_tiles)
+        shape = len(self.ids), -(-self.intermediate_size // TILE_N)
+        tile = token * shape[1] + neuron // TILE_N
+        in_tile = torch.bincount(tile, minlength=shape[0] * shape[1]).view(shape)
         for n, compression in enumerate(COMPRESSIONS):
-            over = in_tile.view(num_tokens, num_tiles) > TILE_N // compression - 1
+            over = in_tile > TILE_N // compression - 1
             self.overflow_rows[layer, n] += over.any(1).sum()
             self.overflow_tiles[layer, n] += over.sum()
 
@@ -117,12 +196,11 @@ class Counter:
         self.waiting[layer] = torch.stack([token[~done] - whole, neuron[~done]])
 
     def _count_blocks(self, layer: int, token: Tensor, neuron: Tensor, num_tokens: int) -> None:
-        """Count the whole blocks of num_tokens tokens. Each size is a multiple of the smallest."""
         num_smallest = -(-num_tokens // BLOCKS[0])
         active = token.new_zeros(num_smallest, self.intermediate_size, dtype=torch.bool)
         active[token // BLOCKS[0], neuron] = True
         for n, block in enumerate(BLOCKS):
-            if num_blocks := num_tokens // block:
+            if num_blocks := num_tokens // block:  # whole blocks
                 smallest = active[: num_blocks * block // BLOCKS[0]]
                 sizes = smallest.view(num_blocks, -1, self.intermediate_size).any(1).sum(1)
                 self.union_sum[layer, n] += sizes.sum()
@@ -143,19 +221,20 @@ class Counter:
         self.num_tokens += len(self.ids)
         wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
         if len(wrong):
-            raise FloatingPointError(
-                f"layer {int(wrong[0])} has values that are not finite; they cannot be counted"
-            )
-
-    def places(self) -> Table:
-        """Return `contexts.places` of these counts."""
-        shape = (self.num_layers, self.intermediate_size, -1)
-        tables = self.top.table(), self.sample.table()
-        return contexts.places(*(tuple(part.reshape(shape) for part in one) for one in tables))
+            layer = int(wrong[0])
+            raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
 
     def near(self, sequences: Sequence[Sequence[int]]) -> Near:
-        """Return the observer of a second run, over the sequences that have places."""
-        return Near(self.places()[0], self.max_abs.cpu().numpy(), sequences)
+        """Return the observer of a second run.
+
+        Its places are those of the first row of CONTEXTS, [L, N, P]: the strongest, then those at
+        the quantiles of the sampled values, which repeat where a neuron fires rarely.
+        """
+        shape, wide = (self.num_layers, self.intermediate_size), CONTEXTS[0]
+        sample = _at_quantiles(*self.sample.table(*shape), wide.quantiles)
+        pairs = zip(self.top.table(*shape), sample, strict=True)
+        places = tuple(np.concatenate(pair, -1) for pair in pairs)
+        return Near(places, self.max_abs.cpu().numpy(), sequences)
 
     def finish(
         self,
@@ -165,11 +244,37 @@ class Counter:
         max_bytes: int,
         meta: dict,
     ) -> Aggregate:
-        """Return the aggregate of all batches, within max_bytes.
+        """Return the aggregate of all sequences, with the most places that max_bytes allows.
 
-        sequences: of all batches; near: after the second run. Raises ValueError when the counts
-        alone exceed max_bytes.
+        near: after the second run. Raises ValueError when the counts alone exceed max_bytes.
         """
+        counts = self._counts(sequences, tokenizer)
+        partners = self._together(self.num_tokens - len(sequences))
+        meta = meta | {"num_tokens": self.num_tokens, "max_bytes": max_bytes}
+
+        def aggregate(contexts: Contexts) -> Aggregate:
+            kept, wanted = contexts._asdict(), CONTEXTS[0]._asdict()
+            reduced = {name: wanted[name] for name in wanted if kept[name] != wanted[name]}
+            at, phi = (part[..., : contexts.together] for part in partners)
+            together = {"together_at": at, "together": rounded(phi)}
+            shown = near.shown(contexts, sequences)
+            described = meta | {"kept": kept, "reduced": reduced}
+            return Aggregate(**counts, **together, **shown, meta=described)
+
+        def size(contexts: Contexts) -> int:
+            return len(aggregate(contexts).pack())
+
+        # Packing is slow, and rows get smaller: bisection needs four trials.
+        first = bisect.bisect_left(CONTEXTS, True, key=lambda row: size(row) <= max_bytes)
+        if first == len(CONTEXTS):
+            needed = size(CONTEXTS[-1])
+            raise ValueError(f"the counts alone need {needed} bytes; max_bytes is {max_bytes}")
+        return aggregate(CONTEXTS[first])
+
+    def _counts(
+        self, sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
+    ) -> dict:
+        """Return the fields of an Aggregate that are counts."""
         for layer, (token, neuron) in enumerate(self.waiting):
             self._count_blocks(layer, token, neuron, self.num_tokens % BLOCKS[-1])
         counted = vars(self).keys() & Aggregate.arrays()
@@ -179,15 +284,12 @@ class Counter:
         counts |= {name: counts[name].astype(np.float32) for name in ("value_sum", "abs_sum")}
         ids = np.flatnonzero(counts["occurrences"])
         counts |= {name: counts[name][ids] for name in ("occurrences", "token_active")}
-        counts |= {
+        return counts | {
             "token_ids": ids,
             "strings": token_strings(tokenizer, ids),
             "lengths": np.array([len(sequence) for sequence in sequences], np.int64),
             "cross_entropy": float(self.nll / self.num_predicted),  # NaN where none is predicted
         }
-        meta = meta | {"num_tokens": self.num_tokens, "max_bytes": max_bytes}
-        together = self._together(self.num_tokens - len(sequences))
-        return contexts.fit(counts, self.places(), near.table(), together, sequences, meta)
 
     def _together(self, num_tokens: int) -> Table:
         """Return for each neuron those whose firings correlate most, and phi, both [L, N, J].
@@ -215,17 +317,114 @@ class Counter:
         return at, phi
 
 
-def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return edges and histogram of the last OCTAVES octaves; the innermost has all below.
+class Near:
+    """Keeps the values of neurons at the tokens around their places.
 
-    histogram: [L, N, 2 * WIDTH].
+    places [L, N, P]; max_abs [L, N]. It observes `held`, the sequences with a place.
     """
+
+    def __init__(self, places: Table, max_abs: np.ndarray, sequences: Sequence[Sequence[int]]):
+        _, _, self.before, self.after, _ = CONTEXTS[0]
+        self.places, at = places, places[0]
+        self.at, self.size = at.reshape(len(at), -1), at.shape[1:]
+        self.unit = torch.from_numpy(np.where(max_abs > 0, max_abs, 1) / 127)
+        self.order = np.argsort(self.at, kind="stable")
+        self.sorted = np.take_along_axis(self.at, self.order, -1)
+        ends = np.cumsum([len(sequence) for sequence in sequences])
+        numbers = np.unique(np.searchsorted(ends, at[at >= 0], side="right"))
+        self.starts = ends[numbers] - [len(sequences[number]) for number in numbers]
+        self.held = [sequences[number] for number in numbers]
+        self.values = np.zeros((*self.at.shape, self.before + 1 + self.after), np.int8)
+        self.done = 0
+
+    def begin(self, ids: Tensor) -> None:
+        """Find the places of each layer in these sequences, and the tokens around them."""
+        number, length = ids.shape
+        starts = self.starts[self.done : self.done + number]
+        self.done += number
+        self.num_tokens, self.inside = ids.numel(), []
+        for at, order in zip(self.sorted, self.order, strict=True):
+            here = slice(*np.searchsorted(at, [starts[0], starts[-1] + length]))
+            sequence = np.searchsorted(starts, at[here], side="right") - 1
+            near = (at[here] - starts[sequence])[:, None] + np.arange(-self.before, self.after + 1)
+            outside = (near < 0) | (near >= length)
+            row = np.where(outside, self.num_tokens, sequence[:, None] * length + near)
+            self.inside.append((order[here], row))
+
+    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
+        code = (value / self.unit[layer].to(value.device)[neuron]).round()
+        code = torch.where(code == 0, value.sign(), code).to(torch.int8)
+        codes = code.new_zeros(self.num_tokens + 1, self.size[0])  # the last row is no token
+        codes[token, neuron] = code
+        place, row = self.inside[layer]
+        self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
+
+    def end(self, logprob: Tensor) -> None:
+        """Nothing: the first run has the probabilities."""
+
+    def shown(self, contexts: Contexts, sequences: Sequence[Sequence[int]]) -> dict:
+        """Return the fields of an Aggregate about places, for a row of CONTEXTS."""
+        wide = CONTEXTS[0]
+        columns = [wide.top + wide.quantiles.index(quantile) for quantile in contexts.quantiles]
+        (top_at, quantile_at), (top_value, quantile_value) = (
+            (part[..., : contexts.top], part[..., columns]) for part in self.places
+        )
+        repeated = np.diff(quantile_at, axis=-1, prepend=-1) == 0
+        quantile_at = np.where(repeated, -1, quantile_at)
+        at = np.concatenate([top_at, quantile_at], -1)
+        around = slice(wide.before - contexts.before, wide.before + 1 + contexts.after)
+        near = self.values.reshape(len(self.at), *self.size, -1)
+        near = near[:, :, [*range(contexts.top), *columns], around]
+        text_at, text = _around(np.unique(at[at >= 0]), contexts.before, contexts.after, sequences)
+        return {
+            "top_at": top_at,
+            "top_value": rounded(top_value),
+            "quantile_at": quantile_at,
+            "quantile_value": rounded(np.where(repeated, 0, quantile_value)),
+            "near": np.where(at[..., None] >= 0, near, 0).astype(np.int8),
+            "text_at": text_at,
+            "text": text,
+            "quantiles": contexts.quantiles,
+            "before": contexts.before,
+            "after": contexts.after,
+        }
+
+
+def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float]) -> Table:
+    """Return the firings of a sample [L, N, R] at the quantiles of their values."""
+    num_firings = (at >= 0).sum(-1, keepdims=True)
+    order = np.argsort(np.where(at >= 0, value, np.inf), axis=-1, kind="stable")
+    rank = np.rint(np.array(quantiles) * (num_firings - 1).clip(0)).astype(np.int64)
+    chosen = np.take_along_axis(order, rank, -1)
+    return np.take_along_axis(at, chosen, -1), np.take_along_axis(value, chosen, -1)
+
+
+def _around(at: np.ndarray, before: int, after: int, sequences: Sequence[Sequence[int]]) -> Table:
+    """Return numbers and ids of the tokens around the numbers `at`, in their sequences."""
+    tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
+    ends = np.cumsum([len(sequence) for sequence in sequences])
+    starts = np.concatenate([[0], ends[:-1]])
+    sequence = np.searchsorted(ends, at, side="right")
+    near = at[:, None] + np.arange(-before, after + 1)
+    inside = (near >= starts[sequence, None]) & (near < ends[sequence, None])
+    numbers = np.unique(near[inside])
+    return numbers, tokens[numbers]
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+    """Round float32 to 12 significant bits, half away from zero, since more compress badly."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x800)) & np.uint32(0xFFFFF000)).view(np.float32)
+
+
+def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return edges and histogram [L, N, 24] of the last OCTAVES octaves of [L, N, 2 * WIDTH]."""
     top = int(np.clip(np.frexp(max_abs.max())[1], LOWEST + OCTAVES - 1, HIGHEST))
     end = top - LOWEST + 1
     first = end - OCTAVES
     sides = []
     for side in (histogram[..., :WIDTH], histogram[..., WIDTH:]):
-        inner = side[..., : first + 1].sum(-1, keepdims=True)
+        inner = side[..., : first + 1].sum(-1, keepdims=True)  # and all octaves below
         sides.append(np.concatenate([inner, side[..., first + 1 : end]], -1))
     edges = 2.0 ** np.arange(top - OCTAVES + 1, top + 1)
     edges = np.concatenate([-edges[::-1], [0], edges]).astype(np.float32)

@@ -6,15 +6,13 @@ import numpy as np
 import pandas as pd
 import scipy.sparse
 
-from twell.trace.aggregates import Aggregate
-from twell.trace.trace import Trace
+from twell.trace.records import Aggregate, Trace
 
 
 def check_neuron(aggregate: Aggregate, layer: int, neuron: int) -> None:
     layers, neurons = aggregate.num_layers, aggregate.intermediate_size
     if not (0 <= layer < layers and 0 <= neuron < neurons):
-        known = f"there are {layers} layers of {neurons}"
-        raise IndexError(f"layer {layer}, neuron {neuron} does not exist: {known}")
+        raise IndexError(f"no layer {layer}, neuron {neuron} in {layers} layers of {neurons}")
 
 
 def places(aggregate: Aggregate, layer: int, neuron: int, kind: str = "top") -> list[tuple]:
@@ -27,17 +25,12 @@ def places(aggregate: Aggregate, layer: int, neuron: int, kind: str = "top") -> 
     an unknown neuron.
     """
     check_neuron(aggregate, layer, neuron)
-    if kind == "top":
-        start, value = aggregate.top_at, aggregate.top_value
-        quantiles = [np.nan] * start.shape[-1]
-    elif kind == "quantile":
-        start, value = aggregate.quantile_at, aggregate.quantile_value
-        quantiles = aggregate.quantiles
-    else:
+    if kind not in ("top", "quantile"):
         raise ValueError(f"kind is {kind!r}; use 'top' or 'quantile'")
+    at, value = (getattr(aggregate, f"{kind}_{part}")[layer, neuron] for part in ("at", "value"))
+    quantiles = aggregate.quantiles if kind == "quantile" else [np.nan] * len(at)
     rows = []
-    found = zip(start[layer, neuron].tolist(), value[layer, neuron], quantiles, strict=True)
-    for place, h, quantile in found:
+    for place, h, quantile in zip(at.tolist(), value, quantiles, strict=True):
         if place >= 0:
             sequence, position, ids, here = aggregate.context(place)
             words = [aggregate.strings[n] for n in np.searchsorted(aggregate.token_ids, ids)]
@@ -98,11 +91,9 @@ def specific(
         tables.append(best.drop_duplicates("i").assign(layer=layer))
     names = {"i": "neuron", "n_i": "fires", "n_j": "count"}
     table = pd.concat(tables).rename(columns=names).assign(**{to: lambda t: labels[t["j"]]})
-    table["share"], table["coverage"] = (
-        table["both"] / table["fires"],
-        table["both"] / table["count"],
-    )
-    table["lift"] = table["both"] / table["fires"] * len(rows) / table["count"]
+    table["share"] = table["both"] / table["fires"]
+    table["coverage"] = table["both"] / table["count"]
+    table["lift"] = table["share"] * len(rows) / table["count"]
     if to == "token":
         table["token"] = table["token"].map(dict(zip(trace.token_ids, trace.strings, strict=True)))
     table = table.sort_values(["phi", "layer", "neuron"], ascending=[False, True, True])

@@ -30,10 +30,8 @@ def load_with_tokenizer(
 def check_causal(model: PreTrainedModel) -> None:
     """Raise ValueError for an encoder-decoder model."""
     if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder model; traces, the inspector and "
-            "evaluations take causal language models"
-        )
+        name = f"{type(model).__name__} is an encoder-decoder model"
+        raise ValueError(f"{name}; traces, the inspector and evaluations take causal models")
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

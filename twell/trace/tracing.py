@@ -1,23 +1,23 @@
-"""Traces and aggregates of token sequences, texts and runs."""
+"""Traces and aggregates of sequences, texts and runs; the loss without single neurons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import results
 from twell.config import TrainConfig
-from twell.models import sparse_ffns
-from twell.trace.aggregates import Aggregate
+from twell.models import intervene, silence, sparse_ffns
 from twell.trace.counter import Counter
+from twell.trace.records import Aggregate, Trace
 from twell.trace.texts import cut, encode, load_with_tokenizer, token_strings
-from twell.trace.trace import Trace
-from twell.trace.watch import Progress, concatenate, watch
+from twell.trace.watch import Progress, score, watch
 from twell.train.text import run_text
 
 BATCH_TOKENS = 8192
@@ -26,6 +26,7 @@ MAX_BYTES = 2_000_000
 # need more than the limit is refused before it runs.
 BYTES_A_NEURON = 32
 MOST_TOKENS = 2**20  # of a run's aggregate, by default
+COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
 
 
 class Recorder:
@@ -50,27 +51,32 @@ class Recorder:
 
 
 def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
-    """Return `trace_tokens` without the strings of the tokens."""
+    """Return the trace of sequences, without the strings of their tokens."""
     ffns = sparse_ffns(model)
-    recorder = Recorder(len(ffns), ffns[0].intermediate_size)
+    size = ffns[0].intermediate_size
+    recorder = Recorder(len(ffns), size)
     watch(model, sequences, batch, recorder)
     parts = [part for layer in recorder.layers for part in layer]
     counts, indices, values = (
-        concatenate([part[n] for part in parts], dtype)
+        _concatenate([part[n] for part in parts], dtype)
         for n, dtype in enumerate((np.int64, recorder.dtype, np.float32))
     )
-    token_ids, lengths = concatenate(sequences, np.int32), list(map(len, sequences))
+    token_ids, lengths = _concatenate(sequences, np.int32), list(map(len, sequences))
     return Trace(
         token_ids=token_ids,
         strings=[""] * len(token_ids),
-        logprob=concatenate(recorder.logprob, np.float32),
+        logprob=_concatenate(recorder.logprob, np.float32),
         sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        position=concatenate(map(np.arange, lengths), np.int32),
+        position=_concatenate(map(np.arange, lengths), np.int32),
         indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         indices=indices,
         values=values,
-        intermediate_size=ffns[0].intermediate_size,
+        intermediate_size=size,
     )
+
+
+def _concatenate(arrays: Iterable, dtype: np.dtype) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
 
 
 def trace_tokens(
@@ -132,23 +138,22 @@ def aggregate(
     """
     ffns = sparse_ffns(model)
     layers, size = len(ffns), ffns[0].intermediate_size
-    needed = layers * size * BYTES_A_NEURON
-    if needed > max_bytes:
-        raise ValueError(
-            f"{layers} layers of {size} neurons may need {needed} bytes; max_bytes is {max_bytes}"
-        )
+    if (needed := layers * size * BYTES_A_NEURON) > max_bytes:
+        counts = f"{layers} layers of {size} neurons may need {needed} bytes"
+        raise ValueError(f"{counts}; max_bytes is {max_bytes}")
     if not len(sequences):
         raise ValueError("there is no sequence to count; give at least one token")
     longest = max(map(len, sequences))
-    counter = Counter(
-        layers, size, model.config.vocab_size, longest, seed=seed, device=model.device
-    )
-    batch = max(BATCH_TOKENS // longest, 1)
-    progress = Progress(sum(map(len, sequences)), "tokens", say)
-    watch(model, progress.over(sequences, len), batch, counter)
+    vocab_size, batch = model.config.vocab_size, max(BATCH_TOKENS // longest, 1)
+    counter = Counter(layers, size, vocab_size, longest, seed=seed, device=model.device)
+
+    def run(sequences: Sequence[Sequence[int]], unit: str, observer: object) -> None:
+        progress = Progress(sum(map(len, sequences)), unit, say)
+        watch(model, progress.over(sequences, len), batch, observer)
+
+    run(sequences, "tokens", counter)
     near = counter.near(sequences)
-    progress = Progress(sum(map(len, near.held)), "tokens of examples", say)
-    watch(model, progress.over(near.held, len), batch, near)
+    run(near.held, "tokens of examples", near)
     meta = (meta or {}) | {"context": longest, "seed": seed}
     return counter.finish(sequences, near, tokenizer, max_bytes, meta)
 
@@ -167,8 +172,7 @@ def aggregate_run(
     """
     meta = results.provenance()
     if text is None:
-        row, _ = results.load_run(run)
-        meta |= {"run": row["run"]}
+        meta |= {"run": results.load_run(run)[0]["run"]}
     model, tokenizer = load_with_tokenizer(run)
     if text is None:  # a stream holds out no more than its validations read
         streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
@@ -181,3 +185,82 @@ def aggregate_run(
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     meta |= {"l1_coefficient": getattr(model.config, "l1_coefficient", None)}
     return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, say=say)
+
+
+# --- the loss without single neurons
+
+
+def silenced_loss(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    neurons: Sequence[tuple[int, int]],
+    *,
+    batch: int = 32,
+    say: Callable[[str], None] | None = None,
+) -> pd.DataFrame:
+    """Silence neurons (layer, neuron) one at a time; return the change of the loss for each.
+
+    Columns: layer, neuron; fires, the tokens that activate it; loss_change in nats per predicted
+    token of these sequences of token ids, above 0 where the neuron helps; stderr, its standard
+    error from the differences between sequences (NaN for a single one); change_after, the mean
+    over the tokens right after a firing (NaN without any).
+
+    Only sequences in which a neuron fires are computed again: it cannot change the others. `say`
+    gets a line every five seconds. Raises IndexError for a neuron that does not exist, ValueError
+    when no token is predicted. Ours.
+    """
+    for pair in neurons:
+        with silence(model, *pair):  # refuses a neuron that does not exist, before the work
+            pass
+    traced = record(model, sequences, batch)
+    starts = np.flatnonzero(traced.position == 0)
+    predicted = np.diff(starts, append=traced.num_tokens) - 1  # tokens, by sequence
+    if not predicted.sum():
+        raise ValueError("no token is predicted; give a sequence of at least two tokens")
+    rows = []
+    for layer, neuron in Progress(len(neurons), "neurons", say).over(neurons):
+        fires = _firings(traced, layer, neuron)
+        silent = scaled_logprob(model, sequences, traced, layer, neuron, 0, batch=batch)
+        change = traced.logprob.astype(np.float64) - silent  # of each token's loss
+        total = np.add.reduceat(np.nan_to_num(change), starts)
+        mean = total.sum() / predicted.sum()
+        variance = np.square(total - mean * predicted).sum() * (many := len(starts))
+        stderr = np.sqrt(variance / (many - 1)) / predicted.sum() if many > 1 else np.nan
+        after = change[fires[fires + 1 < len(change)] + 1]
+        after = after[~np.isnan(after)]
+        rows.append(
+            (layer, neuron, len(fires), mean, stderr, after.mean() if len(after) else np.nan)
+        )
+    return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def scaled_logprob(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    traced: Trace,
+    layer: int,
+    neuron: int,
+    scale: float,
+    *,
+    batch: int = 32,
+) -> np.ndarray:
+    """Return log p of each token of the traced sequences with a neuron scaled, float32 [T].
+
+    scale: the factor of its h, where 0 silences it. NaN for first tokens, as in the trace. Only
+    sequences in which the neuron fires are computed again: it cannot change the others. Raises
+    IndexError for a neuron that does not exist. Ours.
+    """
+    with intervene(model, layer, neuron, scale=scale):
+        again = np.unique(traced.sequence[_firings(traced, layer, neuron)])
+        parts = [traced.logprob[:0]]
+        chosen = [sequences[number] for number in again]
+        score(model, chosen, batch, lambda logprob: parts.append(logprob.reshape(-1).cpu().numpy()))
+    result = traced.logprob.copy()
+    result[np.isin(traced.sequence, again)] = np.concatenate(parts)
+    return result
+
+
+def _firings(traced: Trace, layer: int, neuron: int) -> np.ndarray:
+    """Return the tokens that activate a neuron."""
+    h = traced.layer(layer)[:, [neuron]]
+    return np.flatnonzero(np.diff(h.indptr))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from twell.models import sparse_ffns
+from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import Collector
 from twell.trace.texts import check_causal
 
 SAY_EVERY = 5  # seconds between two lines about the progress
@@ -44,6 +44,18 @@ class Progress:
             self.add(size(item))
 
 
+class Watcher(Collector):
+    """Hands the active entries of layers to an observer."""
+
+    def __init__(self, ffns: Sequence[SparseFFN], observer: Any):
+        super().__init__(ffns, hidden=True)
+        self.observer, self.number = observer, {id(ffn): n for n, ffn in enumerate(ffns)}
+
+    def see(self, ffn: SparseFFN, g: Tensor, h: Tensor) -> None:
+        token, neuron = (g != 0).nonzero(as_tuple=True)
+        self.observer.layer(self.number[id(ffn)], token, neuron, h[token, neuron].float())
+
+
 def watch(
     model: PreTrainedModel, sequences: Iterable[Sequence[int]], batch: int, observer: Any
 ) -> None:
@@ -55,20 +67,8 @@ def watch(
     fp32 [B, S], NaN for the first token of each sequence. Raises ValueError for a token that the
     model does not have, and for an empty sequence.
     """
-    with contextlib.ExitStack() as hooks:
-        for layer, ffn in enumerate(sparse_ffns(model)):
-            hooks.callback(ffn.register_forward_hook(_hook(observer, layer)).remove)
+    with Watcher(sparse_ffns(model), observer):
         score(model, sequences, batch, observer.end, observer.begin)
-
-
-def _hook(observer: Any, layer: int) -> Callable:
-    def hook(ffn, inputs, _):
-        # Computed densely once more: sparse backends keep no h, and traces must not depend on them.
-        g, h = (t.reshape(-1, ffn.intermediate_size) for t in ffn.activations(inputs[0]))
-        token, neuron = (g != 0).nonzero(as_tuple=True)
-        observer.layer(layer, token, neuron, h[token, neuron].float())
-
-    return hook
 
 
 @torch.no_grad()
@@ -88,9 +88,8 @@ def score(
             ids = torch.tensor(group, device=model.device)
             for token in (int(ids.min()), int(ids.max())):
                 if not 0 <= token < size:
-                    raise ValueError(
-                        f"token {token} does not exist: the model has tokens 0 to {size - 1}"
-                    )
+                    known = f"the model has tokens 0 to {size - 1}"
+                    raise ValueError(f"token {token} does not exist: {known}")
             begin(ids)
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             logprob = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
@@ -106,8 +105,3 @@ def same_length(sequences: Iterable[Sequence[int]], batch: int) -> Iterator[list
             raise ValueError("an empty sequence cannot be traced; give at least one token")
         while group := [[int(token) for token in one] for one in itertools.islice(run, batch)]:
             yield group
-
-
-def concatenate(arrays: Iterable, dtype) -> np.ndarray:
-    """Concatenate arrays, or none, as `dtype`."""
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
