@@ -29,7 +29,6 @@ CASES = {
 }
 LARGE = "131,072, skewed, 29 active"
 USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632"
-WIDTHS = [(1024, 2816, 14), (2048, 5632, 29), (3072, 8192, 41), (4096, 14336, 73)]  # and active
 # Of which published model a layer has the shape; most have no gate or another activation.
 SHAPES = {
     (2048, 8192, "biases"): "OPT-1.3B",
@@ -37,28 +36,22 @@ SHAPES = {
     (3072, 9216, "relu2"): "Minitron 4B, ReLU²",
     (4096, 14336, "drelu"): "TurboSparse-Mistral, dReLU",
     (2048, 5632, "merged"): "Merged gate and up, ReLU",
-    (576, 1536, ""): "SmolLM2-135M, ReLU",
 }
 # Shares of active neurons; else 4% and 2%.
-SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02), "": (0.09, 0.023)}
-_OTHER_DEVICE = "NVIDIA H100 80GB HBM3"  # all else is of the device with the most rows
+SHARES = {"merged": (29 / 5632,), "drelu": (0.1, 0.04, 0.02)}
 
 
 def tables(root: str | Path) -> dict[str, dict[str, str]]:
     """Return the tables of each page below docs/ as Markdown, from data/ of a repository."""
     bench = analysis.Bench(Path(root) / "data" / "bench", ["ffn.csv", "model.csv", "decode.csv"])
     layers = bench.rows("ffn.csv", analysis.speedups)
-    other = analysis.Bench(bench.folder, device=_OTHER_DEVICE).rows("ffn.csv", analysis.speedups)
     forward = analysis.model_speedups(analysis.of_fp8_calls(bench.rows("model.csv")))
     decode = analysis.decode_speedups(analysis.of_fp8_calls(bench.rows("decode.csv")))
     decode = decode.query("profile == 'paper' and mode == 'graph' and not tuned")
     benchmarks = {
         "layer": layer(layers),
         "activity": by_activity(layers),
-        "widths": by_width(layers),
         "few tokens": few_tokens(layers),
-        "situations": situations(layers),
-        "h100": other_shapes(other),
         "fp8 layer": fp8_layer(layers),
         "fp8 models": fp8_models(forward.query("profile == 'paper'"), decode),
         "fp8 quality": fp8_costs(analysis.fp8_quality(bench.rows("quality.csv"))),
@@ -159,24 +152,11 @@ def by_activity(table: pd.DataFrame) -> str:
     return markdown(f"active: | {names}", rows)
 
 
-def by_width(table: pd.DataFrame) -> str:
-    """Return the speed-up of the union path at other widths, 0.5% of the neurons active."""
-    rows = []
-    for width, neurons, active in WIDTHS:
-        shape = f"hidden_size == {width} and intermediate_size == {neurons} and gated"
-        cells = []
-        for tokens, mode in ((2048, "graph"), (16_384, "stream"), (65_536, "stream")):
-            query = f"{shape} and pattern == 'skewed' and tokens == {tokens} and mode == '{mode}'"
-            case = near_level(table.query(query), active)
-            cells.append(_number(_auto(case, providers.UNION)["speedup"]))
-        rows.append((f"{width} x {neurons}", active, *cells))
-    return markdown("K x N | active: | 2,048 tokens, graph: | 16,384: | 65,536:", rows)
-
-
 def few_tokens(table: pd.DataFrame) -> str:
     """Return up to 1,024 tokens in CUDA graphs; auto in FP8 is beside the fastest dense FP8."""
     few = table.query(f"{USUAL} and pattern == 'skewed' and mode == 'graph' and tokens <= 1024")
     rows = []
+    few = few[few["tokens"].isin(_FP8_TOKENS)]
     for tokens, case in at_level(few, 29).groupby("tokens"):
         best, in_fp8 = _best(case), _auto(case, providers.AUTO_FP8)
         times = (_time(1e3 * best[column], "") for column in ("p50_dense", "p50"))
@@ -188,23 +168,8 @@ def few_tokens(table: pd.DataFrame) -> str:
     return markdown(f"{columns}`auto` in FP8, us: | over dense FP8:", rows)
 
 
-def situations(table: pd.DataFrame) -> str:
-    """Return auto beside compiled dense in calls one after the other, eager and compiled."""
-    modes = "eager", "compiled"
-    few = table[table["mode"].isin(modes)].query(f"{USUAL} and pattern == 'skewed'")
-    rows = []
-    for tokens, case in at_level(few, 29).groupby("tokens"):
-        cells = []
-        for auto in (_auto(case[case["mode"] == mode]) for mode in modes):
-            times = (_time(1e3 * auto[name], "") for name in ("p50_dense", "p50"))
-            cells += [*times, _number(auto["speedup"])]
-        rows.append((f"{tokens:,}", *cells))
-    columns = " | ".join(f"{mode}, dense: | {mode}, `auto`: | speed-up:" for mode in modes)
-    return markdown(f"tokens: | {columns}", rows)
-
-
 def other_shapes(table: pd.DataFrame) -> str:
-    """Return layers that are not of the usual kind or size: best sparse path and auto."""
+    """Return the speed-up of auto in layers that are not of the usual kind or size."""
     rows = []
     for (width, neurons, kind), name in SHAPES.items():
         shape = table[(table["hidden_size"] == width) & (table["intermediate_size"] == neurons)]
@@ -212,13 +177,10 @@ def other_shapes(table: pd.DataFrame) -> str:
         for share in SHARES.get(kind, (0.04, 0.02)):
             # At one token the number of active neurons varies most.
             tokens = (shape[shape["tokens"] == number] for number in (1, 64, 2048, 65_536))
-            cases = [near_level(some, share * neurons) for some in tokens]
+            gains = [_auto(near_level(some, share * neurons))["speedup"] for some in tokens]
             label = f"{name}, {width} x {neurons}", f"{round(100 * share, 1):g}%"
-            for what, of in (("best sparse path", _best), ("`auto`", _auto)):
-                gains = [of(case)["speedup"] for case in cases]
-                if not np.isnan(gains).all():
-                    rows.append((*label, what, *map(_number, gains)))
-    return markdown("layer | active: | computed by | 1: | 64: | 2,048: | 65,536:", rows)
+            rows.append((*label, *map(_number, gains)))
+    return markdown("layer | active: | 1: | 64: | 2,048: | 65,536:", rows)
 
 
 _SERVED_BY = {
@@ -316,9 +278,10 @@ def fp8_models(forward: pd.DataFrame, decode: pd.DataFrame) -> str:
 
 
 def fp8_costs(quality: pd.DataFrame) -> str:
-    """Return the change of cross-entropy of models in FP8, with its interval."""
+    """Return the change of cross-entropy of models with feed-forward layers in FP8."""
     rows = []
-    for row in quality[quality["side"] != "dense"].to_dict("records"):
+    quality = quality[quality["side"].isin(["dense FP8", "sparse FP8"])]
+    for row in quality.to_dict("records"):
         changes = [
             "{} ({} to {})".format(
                 *(_number(row[prefix + name], "+.4f") for name in ("difference", "low", "high"))
