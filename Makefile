@@ -1,5 +1,5 @@
 # make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
-# make site        the documents, the executed notebooks and an atlas of the shipped model in build/site, which opens from disk
+# make site        the documents, the lessons and an atlas of the shipped model in build/site, which opens from disk
 # make lessons     the notebooks and what they show as pages in docs/lessons, for who changes them
 # make test        the tests (MARK=slow or MARK=browser: those instead)
 # make installed   the package from a wheel in an empty folder: train, export, load, serve as a layer
@@ -29,26 +29,19 @@ RECORDED := $(basename $(notdir $(wildcard notebooks/*.ipynb)))
 LIVELY := 02_sparsity 03_layerwise 04_tokens 07_inspect $(if $(shell command -v nvidia-smi),05_speedup)
 NOTEBOOKS := $(RECORDED:%=build/notebooks/%.ipynb)
 
-.PHONY: reproduce figures site notebooks lessons test installed fuzz lab screenshot clean
+.PHONY: reproduce figures site lessons test installed fuzz lab screenshot clean
 .DELETE_ON_ERROR:
 
 reproduce: $(VENV)/installed
-	$(call make_all,figures)
+	@$(MAKE) --no-print-directory -j$(JOBS) figures
 	@echo "Figures are in figures/ and figures/live/, the executed notebooks in build/notebooks/."
 
 figures: $(NOTEBOOKS) $(LIVELY:%=build/notebooks/live/%.ipynb)
 
-# $(1): a target. A dry run counts its notebooks, each of which says how many are done.
-TOTAL := ?
-define make_all
-	@mkdir -p build/notebooks && rm -f build/notebooks/done
-	@$(MAKE) --no-print-directory -j$(JOBS) $(1) TOTAL=$$($(MAKE) -n $(1) | grep -c scripts/execute.py)
-endef
-
 # $(1): parameters.
 define execute
 	@mkdir -p $(@D)
-	@OMP_NUM_THREADS=1 MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $@ "$(TOTAL)" $(1)
+	@OMP_NUM_THREADS=1 MPLCONFIGDIR=build/matplotlib $(RUN) -W ignore scripts/execute.py $< $@ $(1)
 endef
 
 build/notebooks/%.ipynb: notebooks/%.ipynb $(DRAWING) scripts/execute.py $(wildcard data/runs/*/log.csv* data/bench/*.csv data/traces/* data/eval/* data/checkpoints/*/*)
@@ -83,12 +76,8 @@ build/cache/ready: $(wildcard twell/corpus/*.py) twell/configs/quick.yaml
 	$(RUN) -c "from twell.config import TrainConfig; TrainConfig.load('quick').prepare_text()"
 	@touch $@
 
-# The notebooks of recorded data alone: nothing is trained.
 site: $(VENV)/installed
-	$(call make_all,notebooks)
 	@$(BIN)/python scripts/build_site.py
-
-notebooks: $(NOTEBOOKS)
 
 lessons: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(RUN) scripts/lessons.py
@@ -118,7 +107,7 @@ screenshot: $(VENV)/installed
 	$(RUN) -m tests.browser data/checkpoints/twell-6m
 
 clean:
-	rm -rf build/cache build/lib build/matplotlib build/notebooks build/site build/site-doctrees build/site-source figures/live $(LIVE)
+	rm -rf build/cache build/lib build/matplotlib build/notebooks build/site build/site-doctrees figures/live $(LIVE)
 
 $(VENV)/installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; set PYTHON=..."; exit 1; }

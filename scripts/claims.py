@@ -1,21 +1,17 @@
-"""Write the numbers computed from data/ into the documents: python scripts/claims.py
-
-docs/claims.md and README's table come from `study.paper`, the tables between markers in other pages
-from `study.pages`.
-"""
+"""Write the numbers of `study.paper` into docs/claims.md and README: python scripts/claims.py"""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
 
-from study import pages, paper
-from study.pages import between, markdown
+from study import paper
 from twell import results
 
-BEGIN, END = "<!-- {}: python scripts/claims.py -->", "<!-- end of {} -->"
+BEGIN, END = "<!-- claims: python scripts/claims.py -->", "<!-- end of claims -->"
 
 
 def counts(table: pd.DataFrame) -> str:
@@ -65,22 +61,31 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
     return f"{shown}\n\n{counts(table)} ([each one](docs/claims.md))."
 
 
-def write(page: Path, tables: dict[str, str]) -> None:
-    """Write tables, by name, between their markers in a page."""
+def markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
+    """Return a table; columns: names between bars, a colon behind those of numbers."""
+    names = [name.strip() for name in columns.split("|")]
+    rule = "|".join("---:" if name.endswith(":") else "---" for name in names)
+    lines = [" | ".join(map(str, row)) for row in ([name.rstrip(":") for name in names], *rows)]
+    head, *rest = (f"| {line} |" for line in lines)
+    return "\n".join([head, f"|{rule}|", *rest])
+
+
+def write(page: Path, content: str) -> None:
+    """Write a table between the two marker lines of a page, which it has to have."""
     text = page.read_text(encoding="utf-8")
-    for name, table in tables.items():
-        text = between(text, BEGIN.format(name), END.format(name), f"\n{table}\n")
-    results.write_atomically(page, text)
+    head, begin, rest = text.partition(f"{BEGIN}\n")
+    _, end, tail = rest.partition(f"{END}\n")
+    if not begin or not end:
+        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r}; put them around the table")
+    results.write_atomically(page, f"{head}{begin}\n{content}\n\n{end}{tail}")
 
 
 def main() -> None:
     root = results.root()
     data = paper.Recorded(root)
     table = paper.table(data)
-    write(root / "docs" / "claims.md", {"claims": claims_page(table, data.subjects)})
-    write(root / "README.md", {"claims": summary(table, data.readme)})
-    for name, tables in pages.tables(root).items():
-        write(root / "docs" / name, tables)
+    write(root / "docs" / "claims.md", claims_page(table, data.subjects))
+    write(root / "README.md", summary(table, data.readme))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""Execute a notebook and say how many are done.
-
-    scripts/execute.py NOTEBOOK OUT TOTAL [NAME=VALUE ...]
+"""Execute a notebook: scripts/execute.py NOTEBOOK OUT [NAME=VALUE ...]
 
 A notebook gets the parameters that it declares. The kernel talks through sockets in a file system:
 of kernels that start at the same moment, two can choose the same port.
@@ -13,16 +11,13 @@ from pathlib import Path
 
 import papermill
 import yaml
-from lessons import parameters
 from traitlets.config import Config
 
-DONE = Path("build/notebooks/done")  # has a character for each notebook that is done
 
-
-def main(notebook: str, out: str, total: str, *given: str) -> None:
+def main(notebook: str, out: str, *given: str) -> None:
     start, unfinished = time.monotonic(), Path(f"{out}.part.ipynb")
     pairs = (one.split("=") for one in given)
-    declared = parameters(Path(notebook))
+    declared = papermill.inspect_notebook(notebook)
     with tempfile.TemporaryDirectory(prefix="twell-") as folder:
         kernel = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
         papermill.execute_notebook(
@@ -36,10 +31,7 @@ def main(notebook: str, out: str, total: str, *given: str) -> None:
             extra_arguments=["--IPKernelApp.log_level=50"],
         )
     unfinished.replace(out)
-    with open(DONE, "a") as done:
-        done.write(".")
-        number = done.tell()
-    print(f"{number} of {total}: {out}, done in {time.monotonic() - start:.0f} s", flush=True)
+    print(f"{out}, done in {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

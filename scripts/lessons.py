@@ -41,7 +41,7 @@ HEAD = """<!-- python scripts/lessons.py writes this page from the notebook -->
 
 @dataclasses.dataclass
 class Cell:
-    """A cell of a notebook that ran: its last value with that by MIME type, and what it printed."""
+    """A cell that ran: its last value, the value by MIME type, and the printed text."""
 
     kind: str
     source: str
@@ -51,34 +51,18 @@ class Cell:
     printed: str = ""
 
 
-def cells(path: Path) -> list[Cell]:
-    """Return the cells of a notebook, without the lines of IPython (`%matplotlib inline`)."""
-    every = nbformat.read(path, 4).cells
-    return [Cell(one.cell_type, one.source, one.metadata.get("tags", ())) for one in every]
-
-
-def code(cell: Cell) -> str:
-    """Return the Python of a cell."""
-    return re.sub(r"^%.*$", "", cell.source, flags=re.M)
-
-
-def parameters(path: Path) -> set[str]:
-    """Return the names that a notebook's parameters cell assigns."""
-    (cell,) = [cell for cell in cells(path) if "parameters" in cell.tags]
-    nodes = ast.walk(ast.parse(code(cell)))
-    return {one.id for one in nodes if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-
-
 def run(path: Path, given: Mapping[str, Any]) -> tuple[list[Cell], dict[str, Any]]:
-    """Run a notebook in this process; return its cells and its names.
+    """Run a notebook in this process, without lines of IPython; return its cells and its names.
 
     given: parameters, of which it takes those that it declares.
     """
-    done, names, formats = cells(path), {}, DisplayFormatter()
+    every = nbformat.read(path, 4).cells
+    done = [Cell(one.cell_type, one.source, one.metadata.get("tags", ())) for one in every]
+    names, formats = {}, DisplayFormatter()
     for cell in done:
         if cell.kind != "code":
             continue
-        tree = ast.parse(code(cell))
+        tree = ast.parse(re.sub(r"^%.*$", "", cell.source, flags=re.M))
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(tree, path.stem, "exec"), names)
@@ -88,7 +72,7 @@ def run(path: Path, given: Mapping[str, Any]) -> tuple[list[Cell], dict[str, Any
         if cell.value is not None:
             cell.shown = formats.format(cell.value)[0]
         if "parameters" in cell.tags:
-            names |= {name: given[name] for name in parameters(path) & set(given)}
+            names |= {name: given[name] for name in names.keys() & given.keys()}
     return done, names
 
 

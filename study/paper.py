@@ -19,7 +19,6 @@ import yaml
 
 from study import analysis
 from study.analysis import contrast, noise_limit
-from study.pages import LARGE, SPARSE, layer_case
 from twell import results
 from twell.measure import providers
 from twell.sparse.formats import PackedTwELL
@@ -34,6 +33,9 @@ AT_LEVEL += "flagship-triton flagship-*m-l1-6e-4"
 OTHER_CHOICES = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"
 SIZES = {"0_5b": "0.5B", "1b": "1B", "1_5b": "1.5B", "2b": "2B"}
 FORCED = providers.TRITON_COMPILED.name
+SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
+USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
+LARGE = f"{USUAL} and tokens == 131072 and mode == 'stream'"
 LAST = 27  # the last layer of the paper's 1.5B model, counted from 0
 VERDICTS = ["reproduced", "in part", "contradicted", "not testable", "ours", "not compared"]
 COLUMNS = ["subject", "name", "claim", "paper", "source", "ours", "interval", "seeds", "verdict"]
@@ -530,20 +532,23 @@ def models(data: Recorded) -> Iterator[Row]:
 
 def layer_speed(data: Recorded) -> Iterator[Row]:
     table, rows = data.layers, data.bench.rows("ffn.csv")
-    usual = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
-    at_29 = analysis.at_level(table[table["provider"].isin(SPARSE)].query(usual), 29)
+    at_29 = analysis.at_level(table[table["provider"].isin(SPARSE)].query(USUAL), 29)
     gain = percent(at_29[at_29["tokens"] >= 16_384]["speedup"].max())
     yield row("layer_gain", f"{gain:+.0f}%", "not compared")
-    large = layer_case(table, LARGE)
+    large = analysis.near_level(table.query(LARGE), 29)
     best = large.loc[large["provider"].isin(SPARSE), "speedup"].max()
     yield row("layer_large", f"{best:.2f} times dense", "ours")
-    energy = layer_case(rows, LARGE).pivot_table("energy", "date", "provider")
+    energy = analysis.near_level(rows.query(LARGE), 29).pivot_table("energy", "date", "provider")
     change = percent(energy[providers.UNION.name] / energy[analysis.BASELINE]).dropna().iloc[-1]
     yield row("layer_energy", f"{change:+.0f}%", "not compared")
 
 
 def fp8(data: Recorded) -> Iterator[Row]:
-    one = analysis.fastest(layer_case(data.layers, LARGE)).query("side == 'sparse FP8'").iloc[-1]
+    one = (
+        analysis.fastest(analysis.near_level(data.layers.query(LARGE), 29))
+        .query("side == 'sparse FP8'")
+        .iloc[-1]
+    )
     text = f"{one['speedup']:.2f} times dense bf16, {one['over_fp8']:.2f} times dense FP8"
     yield row("fp8_large", text, "ours")
 

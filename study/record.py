@@ -2,9 +2,9 @@
 
 Without a part it lists all parts. A part is a name of MEASURED or NEW, or the name of a recorded
 run, which is then trained again; patterns such as "85m-100m-*" work too. Each GPU runs one part at
-a time, with a log in DIR/logs. The same command again goes on with what is not done: trainings
-resume from their checkpoints. Parts with Accelerate's launcher take all of --gpus, after the
-others. Trainings read ./corpus (scripts/corpus.py makes it).
+a time, with a log in DIR/logs. The same command again skips finished parts and resumes trainings.
+Parts with Accelerate's launcher take all of --gpus, after the others. Trainings read ./corpus
+(scripts/corpus.py makes it).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import os
+import queue
 import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
@@ -167,75 +167,54 @@ def completed(command: str, given: argparse.Namespace) -> str | None:
     return None if command.startswith("study.keep ") and kept.is_file() else command
 
 
-class Runner:
-    """Runs parts on GPUs, and ends their processes with itself."""
+def run(name: str, gpus: str, given: argparse.Namespace) -> bool:
+    """Run a part's commands on GPUs, "0" or "0,1"; return whether all of them succeeded.
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.until = given, time.monotonic() + given.seconds - STOPPING
-        self.lock = threading.Lock()
-        self.processes: set[subprocess.Popen] = set()
-
-    def command(self, command: str, gpus: str, log: Path) -> int:
-        """Run a module's command and return its exit status, 124 at its limit of time."""
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
+    `timeout` interrupts a command at its limit, so that a training writes a checkpoint.
+    """
+    log, start, code = given.out / "logs" / f"{name}.log", time.monotonic(), 0
+    done = log.with_suffix(".done")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
+    for command in commands_of(name) if not done.is_file() else ():
+        command = completed(command, given)
+        seconds = min(LIMIT, given.until - time.monotonic())
+        if code or command is None:
+            continue
+        if seconds <= 0:
+            code = 124
+            continue
         with log.open("a") as file:
-            file.write(f"== {command}\n")
-            file.flush()
-            with self.lock:
-                left = min(LIMIT, self.until - time.monotonic())
-                if left <= 0:
-                    return 124
-                words = [sys.executable, "-m", *shlex.split(command)]
-                output = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
-                process = subprocess.Popen(words, start_new_session=True, **output)
-                self.processes.add(process)
-            try:
-                return process.wait(left)
-            except subprocess.TimeoutExpired:
-                return 124
-            finally:
-                self.stop(process)
+            print("==", command, file=file, flush=True)
+            limits = ["--foreground", "--signal=INT", f"--kill-after={STOPPING}", f"{seconds:.0f}"]
+            words = ["timeout", *limits, sys.executable, "-m", *shlex.split(command)]
+            output = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
+            code = subprocess.run(words, **output).returncode
+    if not code:
+        done.touch()
+    seconds = time.monotonic() - start
+    print(f"{name:14} GPU {gpus}  {seconds:5.0f} s  exit {code}, {log}", flush=True)
+    return not code
 
-    def stop(self, process: subprocess.Popen) -> None:
-        """End a command and its children. Interrupted once, a training writes a checkpoint."""
-        with self.lock:
-            first = process in self.processes
-            self.processes.discard(process)
-        with suppress(subprocess.TimeoutExpired):
-            if first:
-                process.send_signal(signal.SIGINT)
-            process.wait(STOPPING)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
-    def part(self, name: str, gpus: str) -> bool:
-        """Run a part's commands on GPUs, "0" or "0,1"; return whether all of them succeeded."""
-        log, code, start = self.given.out / "logs" / f"{name}.log", 0, time.monotonic()
-        done = log.with_suffix(".done")
-        for command in commands_of(name) if not done.is_file() else ():
-            command = completed(command, self.given)
-            code = self.command(command, gpus, log) if command and not code else code
-        if not code:
-            done.touch()
-        seconds = time.monotonic() - start
-        print(f"{name:14} GPU {gpus}  {seconds:5.0f} s  exit {code}, {log}", flush=True)
-        return not code
+def run_all(names: list[str], places: list[str], given: argparse.Namespace) -> bool:
+    """Run parts, one at a time in each place, a GPU or several; return whether all succeeded."""
+    free = queue.SimpleQueue()
+    for gpus in places:
+        free.put(gpus)
 
-    def parts(self, names: list[str], places: list[str]) -> bool:
-        """Run parts, one at a time in each place, a GPU or several; return whether all succeeded."""
-        waiting, succeeded = list(names), []
+    def work(name: str) -> bool:
+        gpus = free.get()
+        try:
+            return run(name, gpus, given)
+        finally:
+            free.put(gpus)
 
-        def work(gpus: str) -> None:
-            while waiting and time.monotonic() < self.until:
-                with suppress(IndexError):
-                    succeeded.append(self.part(waiting.pop(0), gpus))
-
-        threads = [threading.Thread(target=work, args=(gpus,), daemon=True) for gpus in places]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return succeeded.count(True) == len(names)  # a part may also have raised
+    pool = ThreadPoolExecutor(len(places))
+    try:
+        return all(list(pool.map(work, names)))
+    finally:
+        given.until = float("-inf")  # after an interruption nothing begins any more
+        pool.shutdown(cancel_futures=True)
 
 
 def main() -> None:
@@ -261,18 +240,19 @@ def main() -> None:
     if spread and len(given.gpus) < 2:
         parser.error(f"{', '.join(spread)} need several --gpus, such as 0,1")
     (given.out / "logs").mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    # In the background a shell lets commands ignore SIGINT, and so would theirs.
+    # SIGTERM reaches the commands as an interruption, which lets trainings write a checkpoint. In
+    # the background a shell lets commands ignore SIGINT, and so would theirs.
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGINT))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    runner = Runner(given)
-    try:
-        succeeded = runner.parts([name for name in names if name not in spread], given.gpus)
-        succeeded &= runner.parts(spread, [",".join(given.gpus)])
-    finally:
-        runner.until = float("-inf")  # nothing begins any more
-        for process in list(runner.processes):
-            runner.stop(process)
-    raise SystemExit(not succeeded)
+    end = time.monotonic() + given.seconds - STOPPING
+    succeeded = []
+    for some, places in (
+        ([name for name in names if name not in spread], given.gpus),
+        (spread, [",".join(given.gpus)]),
+    ):
+        given.until = end
+        succeeded.append(run_all(some, places, given))
+    raise SystemExit(not all(succeeded))
 
 
 if __name__ == "__main__":

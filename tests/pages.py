@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import functools
 import importlib
 import importlib.util
 import io
@@ -76,12 +75,6 @@ for page in pages:
     if os.waitpid(child, 0)[1]:
         sys.exit(1)
 """
-
-
-@functools.cache
-def builder():
-    """The module scripts/build_site.py, which knows what a link is."""
-    return script("build_site")
 
 
 def script(name: str):

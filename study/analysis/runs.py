@@ -92,10 +92,9 @@ def traced_model(
 def check_alike(runs: pd.DataFrame, may_differ: Iterable[str], rule: str) -> None:
     """Raise ValueError naming the first field outside of `may_differ` in which runs differ."""
     for field in runs.columns.drop(list(may_differ), errors="ignore"):
-        # A configuration without the field is like any.
-        first = runs.dropna(subset=field).drop_duplicates(field)
+        first = runs[field].dropna().drop_duplicates()  # a configuration without it is like any
         if len(first) > 1:
-            values = zip(first[field], first["run"], strict=True)
+            values = zip(first, runs.loc[first.index, "run"], strict=True)
             named = ", ".join(f"{value} ({run})" for value, run in values)
             raise ValueError(f"{rule}; these differ in {field}: {named}")
 

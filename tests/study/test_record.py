@@ -2,12 +2,9 @@
 
 import argparse
 import json
-import re
+import math
 import shutil
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,85 +13,33 @@ import pytest
 import torch
 
 from study import analysis, keep, record
-from tests.factories.train import write_pretrained
 from twell import results, trace
 from twell.config import TrainConfig
-from twell.train import relufy_config, train
 
-# Notes its name and ends, or waits to be interrupted.
+# Notes its name; a second word that is no number makes it fail.
 PROGRAM = """
-import pathlib, sys, time
-calls = pathlib.Path(sys.argv[1])
-with calls.open("a") as file: file.write(sys.argv[2])
-try: time.sleep(float(sys.argv[3]))
-except KeyboardInterrupt:
-    with calls.open("a") as file: file.write("!")
-    sys.exit(130)
+import sys
+with open(sys.argv[1], "a") as file: file.write(sys.argv[2])
+float(sys.argv[3])
 """
 
 
-@pytest.fixture
-def recorder(tmp_path, monkeypatch):
-    """Runs the recorder with made-up parts, commands of which are "NAME SECONDS"."""
+def test_parts_go_on_where_they_stopped(tmp_path, monkeypatch):
     (tmp_path / "fake.py").write_text(PROGRAM)
+    (tmp_path / "logs").mkdir()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     calls = tmp_path / "calls"
-    calls.touch()
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def run(*options, **parts):
-        made = {name: [f"fake {calls} {c}" for c in cs] for name, cs in parts.items()}
+    def record_parts(until=math.inf, **parts):
+        made = {name: [f"fake {calls} {c}" for c in commands] for name, commands in parts.items()}
         monkeypatch.setattr(record, "MEASURED", made)
-        monkeypatch.setattr(sys, "argv", ["record", *made, "--out", str(tmp_path), *options])
-        with pytest.raises(SystemExit) as end:
-            record.main()
-        return end.value.code, calls.read_text()
+        calls.write_text("")
+        given = argparse.Namespace(**PLACES | {"out": tmp_path}, gpus=["0"], until=until)
+        return record.run_all(list(parts), ["0"], given), calls.read_text()
 
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
-def test_parts_go_on_where_they_stopped(recorder, monkeypatch):
-    parts = {"a": ["a 0"], "b": ["b 0", "c 60"], "d": ["d 0"]}
-    monkeypatch.setattr(record, "LIMIT", 8)
-    code, calls = recorder(**parts)
-    assert code is True and calls in ("abc!d", "abcd!")
-    monkeypatch.setattr(record, "LIMIT", 60)
-    code, calls = recorder(**parts | {"b": ["b 0", "c 0"]})
-    assert code is False and calls[5:] == "bc"  # a and d are done
-    assert recorder(**parts)[1][5:] == "bc"
-
-
-def test_an_interrupted_recorder_lets_commands_end_and_begins_nothing_else(recorder, tmp_path):
-    calls, main = tmp_path / "calls", threading.get_ident()
-
-    def interrupt():
-        while "b" not in calls.read_text():
-            time.sleep(0.05)
-        time.sleep(0.5)
-        signal.pthread_kill(main, signal.SIGTERM)
-
-    threading.Thread(target=interrupt).start()
-    assert recorder(a=["a 0", "b 60", "c 0"], d=["d 0"]) == (143, "ab!")
-
-
-def test_nothing_begins_that_has_no_time(recorder):
-    assert recorder("--seconds", "10", a=["a 0"]) == (True, "")
-
-
-def test_parts_with_the_launcher_take_all_gpus(tmp_path, capsys, monkeypatch):
-    seen = []
-    monkeypatch.setattr(record.Runner, "part", lambda *given: seen.append(given[1:]) or True)
-    words = ["record", "single", "spread", "--out", str(tmp_path), "--gpus", "0,3"]
-    parts = {"spread": [f"{record.LAUNCH} -m x"], "single": ["x"]}
-    monkeypatch.setattr(record, "MEASURED", parts)
-    for argv, code in ((words, False), (words[:-2], 2), (["record", "nothing"], 2)):
-        monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as end:
-            record.main()
-        assert end.value.code == code
-    assert seen[-1] == ("spread", "0,3") and seen[0][0] == "single" and len(seen) == 2
+    assert record_parts(a=["a 0"], b=["b 0", "c fails", "d 0"]) == (False, "abc")
+    assert record_parts(a=["a 0"], b=["b 0", "c 0"]) == (True, "bc")  # a is done
+    assert record_parts(until=-math.inf, late=["e 0"]) == (False, "")
 
 
 def config_of(command):
@@ -189,50 +134,6 @@ def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatc
         keep_run(tiny / "run", tasks_folder, out, monkeypatch)
     assert "holds a run run; give another --out" in capsys.readouterr().err
     assert (tiny / "run" / "model").is_dir()
-
-
-def test_the_original_of_a_relufied_run_answers_once(
-    tiny_text, tasks_folder, tmp_path, monkeypatch
-):
-    """With the losses that the run has logged as its teacher's."""
-    monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
-    out, teacher = tmp_path / "kept", write_pretrained(tmp_path / "teacher", tiny_text)
-    fields = f"source={tiny_text} context=32 batch_tokens=512 precision=fp32 valid_tokens=512 "
-    fields += "tokens=1024 warmup_steps=0 l1_zero_steps=0 checkpoint_every=0"
-    for name in "one", "two":
-        run = train(relufy_config(teacher, fields.split()), tmp_path / name, quiet=True)
-        log = results.load_run(run)[1]
-        keep_run(run, tasks_folder, out, monkeypatch)
-    asked = results.load_kept(out / "eval", ".csv.xz")
-    one, original, two = sorted(asked["run"].unique())
-    assert (one, two) == ("one", "two") and re.fullmatch("teacher-original-[0-9a-f]{8}", original)
-    pairs = analysis.relufied_pairs(results.load_runs(out / "runs")[0], asked)
-    compared = pairs.drop_duplicates(["run", "reference"])[["run", "reference"]]
-    assert compared.to_numpy().tolist() == [["one", "original"], ["two", "original"]]
-    asked["run"] = asked["run"].replace({original: "teacher"})
-    losses = asked[asked["task"] == "held_out_text"].groupby("run")["nats"].mean()
-    last = analysis.last_validation(log.assign(run="two")).groupby("metric")["value"].mean()
-    assert losses["two"] == pytest.approx(last["cross_entropy"], rel=1e-4)
-    assert losses["teacher"] == pytest.approx(last["cross_entropy_teacher"], rel=1e-4)
-
-
-def test_questions_are_put_as_lm_eval_puts_them(tasks_folder):
-    tasks = pytest.importorskip("twell.evaluate.tasks")
-    _, _, loaded = tasks.load_tasks(["paper7", "commonsense_qa_cloze"], "m", tasks_folder, None)
-    assert sorted(loaded) == sorted(keep.TASKS)
-    for name, task in loaded.items():
-        task.build_all_requests()
-        expected = [request.args for request in task.instances]
-        (file,) = tasks_folder.glob(f"{name.removesuffix('_cloze')}_test*")
-        items = [keep.put(name, json.loads(line)) for line in file.read_text().splitlines()]
-        asked = [
-            (query, f" {choice}")
-            for item in items
-            for query, choice in zip(
-                item.get("queries") or 5 * [item["query"]], item["choices"], strict=True
-            )
-        ]
-        assert asked == expected and len(asked) == 2 * 5
 
 
 def test_answers_are_the_likeliest(tiny):
