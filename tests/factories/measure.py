@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
-from twell.measure import imposed, runner, step
-from twell.measure.case import Case
+from twell.measure import imposed, runner
+from twell.measure.layer import Case
 from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
 from twell.sparse import float8, reference
@@ -93,28 +93,17 @@ def fresh_mask(num_tokens, num_neurons):
     return mask
 
 
-def layer(num_tokens, gated=True, active=9.0, seed=SEED):
+def layer(num_tokens, gated=True, active=9.0):
     """x and weights in bf16."""
-    options = {"active": active, "device": "cpu", "seed": seed}
-    x, w_gate, w_up, w_down = synthetic_layer(num_tokens, K, N, **options)
+    x, w_gate, w_up, w_down = synthetic_layer(
+        num_tokens, K, N, active=active, device="cpu", seed=SEED
+    )
     return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
 
 
-def layer_step(num_tokens, gated=True, active=9.0):
-    """x, weights, and the gradients dy and dl1 that reach the layer."""
-    x, weights = layer(num_tokens, gated, active)
-    return x, weights, step.output_gradients(x)
-
-
-def dense_step(num_tokens, gated=True):
-    x, weights, gradients = layer_step(num_tokens, gated)
-    dense = step.DenseTraining(weights)
-    return step.Step(dense, dense, x, gradients)
-
-
-def case(num_tokens, gated=True, active=9.0):
+def case(num_tokens, gated=True, active=9.0, kind=Case, **options):
     inputs = synthetic_layer(num_tokens, K, N, active=active, device="cpu", seed=SEED)
-    return Case.of("skewed", inputs, gated=gated)
+    return kind(FakeGpu(), "skewed", inputs, gated=gated, **options)
 
 
 def model(dtype=torch.bfloat16, **changes):

@@ -15,7 +15,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from twell.measure import check, imposed, runner
-from twell.measure.patterns import IMPOSED
+from twell.measure.patterns import layer_means
 from twell.measure.providers import DENSE_EAGER, Provider, model_providers
 from twell.measure.rows import Rows, require, significant
 from twell.measure.sides import Subject, forward, random_model
@@ -73,27 +73,20 @@ def serve(
     seconds: float = math.inf,
     out: str | Path | None = None,
 ) -> list[dict]:
-    """Time serving with a model in bf16: dense, sparse and by "auto". Return rows of serve.csv.
+    """Time serving with a model in bf16, dense, sparse and by "auto": `twell measure serve`.
 
     A model whose feed-forward layers return zeros is timed too: no kernel can serve faster than it.
     An interrupted measurement writes the rows of the rounds that it has.
 
-    Args:
-        size: a configuration of the package or a YAML file (`TrainConfig.load`), random weights.
-        overrides: fields of it to change, as key=value.
-        load: the requests; None: the defaults of Load.
-        profile: how the activity varies over layers, see `Pattern`.
-        active: mean active neurons per token and layer; default: the paper's for this size.
-        seconds: after so many no further round begins; one round is always measured.
-        out: the folder of serve.csv.
-
-    Raises ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without
-    a GPU and where transformers does not finish a request.
+    size: a configuration of the package or a YAML file (`TrainConfig.load`). profile, active: see
+    `layer_means`; default: the paper's mean for this size. seconds: after so many no further round
+    begins; one is always measured. out: the folder of serve.csv. Returns its rows. Raises
+    ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU
+    and where transformers does not finish a request.
     """
     start, load, gpu = time.monotonic(), load or Load(), runner.Gpu()
-    rows = Rows(out, ["serve"])
+    rows = Rows(out, "serve")
     mean = imposed.paper_active(size) if active is None else active
-    require(seconds > 0, f"seconds is {seconds:g}; it has to be above 0")
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:6.1f} s  {line}", flush=True)
@@ -102,9 +95,8 @@ def serve(
     longest = load.longest + load.new_tokens
     model, config = random_model(size, overrides, longest, gpu.device)
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
-    pattern = replace(IMPOSED, profile=profile)
-    imposed.impose(model, pattern.means(config.num_layers, mean), draw(64, 128, seed=1))
-    subject, ids = Subject(size, model, profile, None, gpu), draw(1, load.longest)
+    imposed.impose(model, layer_means(profile, config.num_layers, mean), draw(64, 128, seed=1))
+    subject, ids = Subject(size, model, profile, gpu), draw(1, load.longest)
     activity = imposed.activity_of(model, ids)
     subject.observe(activity, ids.numel())
     prompts = load.prompts(config.vocab_size)
@@ -185,11 +177,10 @@ def _answer(model: SparseLlamaForCausalLM, prompts: list[list[int]], load: Load)
             model.destroy_cached_continuous_batching_manager()
     lengths = [len(answer.generated_tokens) for answer in answers]
     if lengths != [load.new_tokens] * load.requests:
-        errors = {answer.error for answer in answers} - {None}
+        errors = {str(answer.error) for answer in answers}
         raise RuntimeError(
-            f"transformers answered {len(lengths)} of {load.requests} requests with "
-            f"{min(lengths, default=0)} to {max(lengths, default=0)} of {load.new_tokens} tokens: "
-            f"{'; '.join(sorted(errors)) or 'it says no reason'}"
+            f"transformers answered {len(lengths)} of {load.requests} requests, with {lengths} "
+            f"of {load.new_tokens} tokens: {'; '.join(sorted(errors))}"
         )
     start = min(answer.created_time for answer in answers)
     end = max(answer.timestamps[-1] for answer in answers)
