@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from twell import SparseFFN, SparseTraining, results
-from twell.measure import imposed
+from twell.measure import imposed, runner
 from twell.measure.check import TOLERANCE, Exact, relative
 from twell.measure.patterns import synthetic_layer
 from twell.measure.providers import (
@@ -34,7 +34,7 @@ from twell.measure.providers import (
     TRITON_COMPILED,
     Provider,
 )
-from twell.measure.sides import Sides, forward, random_model
+from twell.measure.sides import Subject, forward, random_model
 
 LAYER = {"hidden_size": 2048, "intermediate_size": 5632, "active": 29.0}
 BOTH = DENSE_COMPILED, TRITON
@@ -105,7 +105,7 @@ def model(what: str, provider: Provider, tokens: int) -> dict:
     subject, config = random_model(what.split()[0], [], tokens, device)
     ids = imposed.draw_tokens(config.vocab_size, 1, tokens, seed=1, device=device)
     imposed.impose(subject, [LAYER["active"]] * config.num_layers, ids)
-    sides = Sides(subject)
+    sides = Subject(what, subject, "flat", runner.Gpu())
     sides.become(DENSE_EAGER)
     dense = forward(subject, ids)[0]
     sides.become(provider)

@@ -94,7 +94,7 @@ def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
 
 
 def test_results_go_where_git_does_not_look_and_tracked_files_stay_small():
-    folders = [common.RUNS, common.BENCH, common.BUILD, "runs/live"]
+    folders = [common.RUNS, common.BUILD, "runs/live"]
     paths = [str(Path(folder) / "x") for folder in (*folders, "figures/live")]
     assert tracked("check-ignore", *paths) == paths
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

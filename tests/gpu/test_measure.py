@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 
 from twell.__main__ import main
 from twell.measure import decode, imposed, model, runner, serving
-from twell.measure.calibration import calibrate
+from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
 from twell.measure.providers import TRITON_COMPILED, model_providers
-from twell.measure.sides import Sides, embed, random_model
-from twell.measure.step import crossover
+from twell.measure.sides import Subject, embed, random_model
 from twell.measure.trainer import train_step
 from twell.sparse.plan import Chooser
 
@@ -62,12 +61,12 @@ def test_decoding_with_tuned_layers():
 
 
 def test_all_layers_share_the_compiled_code():
-    subject, _ = random_model("0.5b", SMALL, 64, torch.device("cuda"))
+    model, _ = random_model("0.5b", SMALL, 64, torch.device("cuda"))
     ids = imposed.draw_tokens(4096, 4, 64, device="cuda")
-    Sides(subject).become(TRITON_COMPILED)
+    Subject("0.5b", model, "flat", runner.Gpu()).become(TRITON_COMPILED)
     with torch.no_grad():
-        first, *layers = subject.model.layers
-        hidden, rotary = embed(subject, ids)
+        first, *layers = model.model.layers
+        hidden, rotary = embed(model, ids)
         hidden = first(hidden, position_embeddings=rotary)
         with torch._dynamo.config.patch(error_on_recompile=True):
             for layer in layers:
