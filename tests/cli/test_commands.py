@@ -9,12 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import typer
 
-from tests.factories.analysis import make_trace
 from tests.factories.commands import read_command
 from twell import evaluate, measure, results
 from twell.cli import app, main
@@ -212,14 +210,10 @@ def measured(monkeypatch, tmp_path):
 
 
 def test_measurements_get_everything(measured):
-    traced, mask = make_trace(0, num_layers=2)
-    traced.save("text.npz")
-    words = "ffn --tokens 1,64 --pattern even,recorded --mode graph --layer 1 --bias --energy "
-    words += "--active 2.5,9 --hidden-size 64 --intermediate-size 128 --non-gated --kernels "
-    arguments, options = measured(f"{words} --activation relu2 --trace text.npz --out x", "ffn")
-    masks = options.pop("masks")
-    assert list(masks) == ["text_1"] and np.array_equal(masks["text_1"], mask[1])
-    assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
+    words = "ffn --tokens 1,64 --pattern even,skewed --mode graph --bias --energy --active 2.5,9 "
+    words += "--hidden-size 64 --intermediate-size 128 --non-gated --kernels --activation relu2"
+    arguments, options = measured(f"{words} --out x", "ffn")
+    assert arguments == ([1, 64], [2.5, 9.0], ["even", "skewed"])
     expected = {"hidden_size": 64, "intermediate_size": 128, "gated": False, "energy": True}
     expected |= {"activation": "relu2", "bias": True, "mode": "graph", "out": Path("x")}
     assert options == expected | {"kernels": True, "backward": False}

@@ -83,16 +83,6 @@ def counts_of(x, w_gate):
     return (torch.relu(x.double() @ w_gate.double().t()) != 0).sum(1)
 
 
-def fresh_mask(num_tokens, num_neurons):
-    """Random rows with an empty one, a full one, and one with the first and last neuron alone."""
-    r = np.random.default_rng(SEED)
-    mask = r.random((num_tokens, num_neurons)) < r.random((num_tokens, 1)) ** 3
-    ends = np.isin(np.arange(num_neurons), (0, num_neurons - 1))
-    for row, value in zip(r.permutation(num_tokens)[:3], (False, True, ends), strict=False):
-        mask[row] = value
-    return mask
-
-
 def layer(num_tokens, gated=True, active=9.0):
     """x and weights in bf16."""
     x, w_gate, w_up, w_down = synthetic_layer(

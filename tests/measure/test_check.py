@@ -2,17 +2,16 @@
 
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
 from tests.factories import SEED, measure
-from tests.factories.measure import K, fresh_mask, relative
+from tests.factories.measure import K, relative
 from tests.factories.ops import as_sparse_ffn
 from twell.measure import check, imposed, sides
 from twell.measure.check import TOLERANCE, Exact, Judge, check_layers
 from twell.measure.layer import DenseLayer, Step, TrainingCase
-from twell.measure.patterns import imposed_layer, synthetic_layer
+from twell.measure.patterns import synthetic_layer
 from twell.sparse import reference
 
 
@@ -20,10 +19,9 @@ from twell.sparse import reference
 @pytest.mark.parametrize("num_tokens", [1, 65, 230])
 def test_the_exact_layer_is_that_of_the_reference_and_autograd(num_tokens, gated, monkeypatch):
     monkeypatch.setattr(check, "CHUNK", 128)
-    mask = fresh_mask(min(num_tokens, 16), 40)
-    x, w_gate, w_up, w_down = imposed_layer(mask, num_tokens, 16, device="cpu", seed=SEED)
+    x, w_gate, w_up, w_down = synthetic_layer(num_tokens, 16, 40, active=7, device="cpu", seed=SEED)
     weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
-    mask = mask[np.arange(num_tokens) % len(mask)]
+    mask = x.double() @ w_gate.double().t() > 0
     g = torch.Generator().manual_seed(SEED)
     dy = torch.randn(num_tokens, 16, generator=g).bfloat16()
     dl1 = torch.rand(num_tokens, generator=g)

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
-from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of, fresh_mask
+from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of
 from tests.factories.measure import run as by_reference
 from tests.factories.measure import train as train_densely
 from tests.factories.ops import as_sparse_ffn, as_sparse_train
@@ -77,21 +77,6 @@ def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     assert {(row["mode"], row["weight_sets"], row["p50"]) for row in rows} == {(mode, 8, 0.125)}
     # The layers of dense torch.compile; those of four paths and of "auto".
     assert len(compiled) == 8 * (1 + 5 * (mode == "compiled"))
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_recorded_rows_have_the_activity_of_their_masks(dense_kernels, backward):
-    masks, width = {"a": fresh_mask(20, 40), "b": fresh_mask(10, 30)}, 32 if backward else 16
-    options = {"patterns": ["recorded"], "gated": False, "masks": masks, "backward": backward}
-    rows = ffn([25], hidden_size=width, **options)
-    assert {row["pattern"] for row in rows} == {"recorded a", "recorded b"}
-    for name, mask in masks.items():
-        # As many tokens as the hidden size allows.
-        mask = mask[np.arange(25) % min(len(mask), width)]
-        own = [row for row in rows if row["pattern"] == f"recorded {name}"]
-        assert {row["intermediate_size"] for row in own} == {mask.shape[1]}
-        activity = round(mask.sum() / 25, 2), mask.sum(1).max(), mask.any(0).sum()
-        assert {(row["active"], row["active_max"], row["union"]) for row in own} == {activity}
 
 
 def test_paths_that_would_take_too_long_are_left_out(monkeypatch):

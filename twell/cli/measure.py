@@ -55,8 +55,8 @@ Spread = Annotated[
 Active = Annotated[
     float | None, option("Mean active neurons per token and layer; default: the paper's.")
 ]
-HiddenSize = Annotated[int | None, option("Width of the model; default: 2048.", LAYER)]
-IntermediateSize = Annotated[int | None, option("Neurons; default: 5632.", LAYER)]
+HiddenSize = Annotated[int, option("Width of the model.", LAYER)]
+IntermediateSize = Annotated[int, option("Neurons.", LAYER)]
 NonGated = Annotated[bool, option("A layer without a gate.", LAYER, name="--non-gated")]
 BENCH = BUILD / "bench"
 
@@ -74,13 +74,10 @@ def ffn(
     ] = None,
     active: Annotated[str, option("Mean active neurons per token, with commas.", LAYER)] = "29",
     pattern: Annotated[
-        str,
-        option(
-            "How activity is spread, with commas: skewed, even, recorded (of a real text).", LAYER
-        ),
+        str, option("How activity is spread, with commas: skewed, even.", LAYER)
     ] = "skewed",
-    hidden_size: HiddenSize = None,
-    intermediate_size: IntermediateSize = None,
+    hidden_size: HiddenSize = 2048,
+    intermediate_size: IntermediateSize = 5632,
     non_gated: NonGated = False,
     activation: Annotated[
         Literal["relu", "relu2", "drelu"],
@@ -89,11 +86,6 @@ def ffn(
     bias: Annotated[
         bool, option("Projections with biases. Not with --backward.", LAYER, name="--bias")
     ] = False,
-    trace: Annotated[
-        Path | None,
-        option("A trace for the recorded pattern (`twell trace`), with --layer.", LAYER),
-    ] = None,
-    layer: Annotated[int | None, option("The layer of the trace.", LAYER)] = None,
     mode: Annotated[
         Literal["stream", "graph", "eager", "compiled"] | None,
         option(
@@ -113,9 +105,6 @@ def ffn(
     Rows are appended after each case to ffn.csv and kernels.csv, with --backward to training.csv
     and training_kernels.csv.
     """
-    patterns = pattern.split(",")
-    if (trace is None) != (layer is None) or (trace and "recorded" not in patterns):
-        raise ValueError("--trace FILE, --layer NUMBER and --pattern recorded go together")
     tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
 
     from twell import measure
@@ -123,32 +112,18 @@ def ffn(
     measure.ffn(
         numbers("--tokens", tokens, int),
         numbers("--active", active, float),
-        patterns,
+        pattern.split(","),
         backward=backward,
         hidden_size=hidden_size,
-        intermediate_size=5632 if intermediate_size is None else intermediate_size,
+        intermediate_size=intermediate_size,
         gated=not non_gated,
         activation=activation,
         bias=bias,
         mode=mode,
-        masks=_mask(trace, layer) if trace else None,
         energy=energy,
         kernels=kernels,
         out=out,
     )
-
-
-def _mask(path: Path, layer: int) -> dict:
-    """Return the activity of a trace's layer, [num_tokens, intermediate_size] bool, by its name."""
-    import numpy as np
-
-    from twell.trace import Trace
-
-    h = Trace.load(path).layer(layer)
-    mask = np.zeros(h.shape, bool)
-    # A stored zero is active too.
-    mask[np.repeat(np.arange(len(mask)), np.diff(h.indptr)), h.indices] = True
-    return {f"{path.stem}_{layer}": mask}
 
 
 def train_step(
@@ -336,8 +311,8 @@ def calibrate(
             metavar="MODEL", help="A run or model folder: its layers, in place of sizes."
         ),
     ] = None,
-    hidden_size: HiddenSize = None,
-    intermediate_size: IntermediateSize = None,
+    hidden_size: HiddenSize = 2048,
+    intermediate_size: IntermediateSize = 5632,
     non_gated: NonGated = False,
     fp8: Annotated[
         bool, option("Of layers with FP8 weights (twell.quantize_).", name="--fp8")
@@ -360,11 +335,10 @@ def calibrate(
     from twell import measure, results
     from twell.models import CALIBRATION, load_empty, sparse_ffns
 
-    size = [2048 if hidden_size is None else hidden_size]
-    size += [5632 if intermediate_size is None else intermediate_size]
-    gated, default = not non_gated, BUILD / CALIBRATION
+    size, gated = [hidden_size, intermediate_size], not non_gated
+    default = BUILD / CALIBRATION
     if model is not None:
-        if (hidden_size, intermediate_size, non_gated) != (None, None, False):
+        if (*size, gated) != (2048, 5632, True):
             raise ValueError(f"{model} has its own layers; leave out --hidden-size and the like")
         folder, empty = load_empty(model)
         ffn = sparse_ffns(empty)[0]

@@ -29,7 +29,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".check": "Exact TOLERANCE",
         ".layer": "ffn small_grid",
         ".model": "language_model",
-        ".patterns": "Pattern imposed_layer recorded_masks synthetic_layer",
+        ".patterns": "Pattern synthetic_layer",
         ".providers": "Provider",
         ".precision": "quality",
         ".rows": "COLUMNS",

@@ -7,27 +7,20 @@ fp64 before a step is timed, and all providers have the same loss.
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from twell.measure import quantized, runner
 from twell.measure.check import BLOCK, Exact
-from twell.measure.patterns import (
-    PATTERNS,
-    Weights,
-    imposed_layer,
-    permuted,
-    recorded_masks,
-    synthetic_layer,
-)
+from twell.measure.patterns import PATTERNS, Weights, permuted, synthetic_layer
 from twell.measure.providers import (
     AUTO,
     COMPILED,
@@ -67,27 +60,21 @@ def ffn(
     patterns: Sequence[str] = ("skewed",),
     *,
     backward: bool = False,
-    hidden_size: int | None = None,
+    hidden_size: int = 2048,
     intermediate_size: int = 5632,
     gated: bool = True,
     activation: str = "relu",
     bias: bool = False,
     mode: str | None = None,
-    masks: Mapping[str, np.ndarray] | None = None,
     energy: bool = False,
     kernels: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
     """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
-    Args:
-        patterns: "even", "skewed" (`synthetic_layer`), "recorded" for each mask (`imposed_layer`).
-        backward: time a pass forward and backward.
-        hidden_size: default 2048, for recorded patterns 1024; as many tokens of a mask are used.
-        mode: one of MODES (`runner`); default: graph up to 4,096 tokens, else and in training
-            stream. FP8 is timed in these two.
-        masks: name -> [T, N] bool; default: `recorded_masks()`.
-        out: the folder of ffn.csv and kernels.csv, or training.csv and training_kernels.csv.
+    patterns: names of PATTERNS. backward: time a pass forward and backward. mode: one of MODES
+    (`runner`); default: graph up to 4,096 tokens, else and in training stream. FP8 is timed in
+    these two. out: the folder of ffn.csv and kernels.csv, or training.csv and training_kernels.csv.
 
     Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
     wrong result, RuntimeError without a GPU. Ours.
@@ -95,7 +82,7 @@ def ffn(
     act = get_activation(activation, gated=gated, sparse=True)
     for name in patterns:
         require(name in PATTERNS, f"pattern {name!r} is unknown; use one of {', '.join(PATTERNS)}")
-    check_sizes(tokens, 16 if hidden_size is None else hidden_size, intermediate_size)
+    check_sizes(tokens, hidden_size, intermediate_size)
     known = ("stream", "eager") if backward else MODES
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
@@ -103,37 +90,18 @@ def ffn(
     require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
     rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))
-    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
     with torch.set_grad_enabled(backward):
         for num_tokens in tokens:
             how = mode or ("stream" if backward else default_mode(num_tokens))
-            for pattern, draw in layers_of(patterns, active, masks, **sizes):
-                inputs = draw(num_tokens=num_tokens, device=gpu.device)
-                case = kind(gpu, pattern, inputs, how, gated=gated, act=act, bias=bias)
+            for name, mean in itertools.product(patterns, active):
+                given = {"active": mean, "pattern": PATTERNS[name], "device": gpu.device}
+                inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
+                case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
                 case.measure(rows, kernels)
                 del case, inputs  # before the next ones are drawn
                 torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
     return next(iter(rows.by_file.values()))
-
-
-def layers_of(
-    patterns: Sequence[str],
-    active: Sequence[float],
-    masks: Mapping[str, np.ndarray] | None,
-    hidden_size: int | None,
-    intermediate_size: int,
-) -> Iterator[tuple[str, Callable]]:
-    """Yield for each level of activity or recorded mask the column `pattern`, and what draws it."""
-    for name in patterns:
-        if name == "recorded":
-            width = hidden_size or 1024
-            for label, mask in (masks or recorded_masks()).items():
-                yield f"recorded {label}", partial(imposed_layer, mask[:width], hidden_size=width)
-            continue
-        sizes = {"hidden_size": hidden_size or 2048, "intermediate_size": intermediate_size}
-        for mean in active:
-            yield name, partial(synthetic_layer, pattern=PATTERNS[name], active=mean, **sizes)
 
 
 def default_mode(num_tokens: int) -> str:
@@ -158,7 +126,7 @@ class DenseLayer(nn.Module):
 
     def __init__(self, weights: Weights, bias: bool = False, act: Activation = RELU):
         super().__init__()
-        self.act, self.read = act, _unchanged  # `read` quantises inputs, see quantized.py
+        self.act, self.read = act, lambda x: x  # `read` quantises inputs, see quantized.py
         w_gate, w_up, w_down = weights
         stored = w_gate, w_up, w_down.contiguous()
         self.gate_proj, self.up_proj, self.down_proj = (
@@ -180,10 +148,6 @@ class DenseLayer(nn.Module):
         """Return y, and the L1 term [M] in fp32."""
         h = self.hidden(x)
         return self.down_proj(h), h.abs().sum(-1, dtype=torch.float32)
-
-
-def _unchanged(x: Tensor) -> Tensor:
-    return x
 
 
 def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
