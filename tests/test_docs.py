@@ -157,7 +157,7 @@ WRONG = {
     "if true; then": "syntax error",
     "python -m twell train 20m --output runs/a": "No such option: --output",
     "python -m twell train 20m --out mine": "--out mine/ is not below build/ or runs/",
-    "python -m twell train 20m tokns=1e8": "did you mean 'tokens'?",
+    "python -m twell train 20m tokns=1e8": "unknown field 'tokns'",
     "python -m twell train 21m": "21m",
     'twell train "$config" tokns="$tokens"': "unknown field in tokns=$tokens",
     "accelerate launch --many_gpus -m twell train 1b": "--many_gpus",

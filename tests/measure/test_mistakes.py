@@ -37,7 +37,6 @@ STEPS = [
 ]
 MODEL = [
     ({"size": "no"}, "no configuration no"),
-    ({"active": None}, "active: the paper has no model 'quick'"),
     ({"active": [96]}, "active is 96, 96, 96; .* less than 96"),
     ({"profile": "hump"}, "profile 'hump' is unknown"),
     ({"shapes": [(4, 0)]}, "hold 0; it has to be at least 1"),

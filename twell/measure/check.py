@@ -153,10 +153,7 @@ class Exact:
         return self._error("y", y, max(self._limit("layer"), allowed), what)
 
     def check_step(self, tensors: dict[str, Tensor], what: str) -> tuple[str, float]:
-        """Return the name and the relative RMS error of the worst tensor, of those in `tensors`.
-
-        Raises ArithmeticError with the name of a tensor above the tolerance.
-        """
+        """Return name and relative RMS error of the worst tensor; ArithmeticError as `check`."""
         limit = self._limit("step")
         errors = {n: self._error(n, tensors[n], limit, f"{n} of {what}") for n in self.tensors}
         return max(errors.items(), key=lambda item: item[1])
@@ -254,10 +251,9 @@ def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
 
 
 def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:
-    """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of a pass.
+    """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of the pass `run`.
 
-    `run` is the pass. Each layer computes all tokens, by its present backend, not compiled. Raises
-    ArithmeticError, with the layer, above the tolerance.
+    Raises ArithmeticError, with the layer, above the tolerance.
     """
     errors = []
 

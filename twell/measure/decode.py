@@ -153,11 +153,7 @@ class Decoder:
 def measure_decode(
     subject: Subject, script: Tensor, context: int, providers: Sequence[Provider]
 ) -> list[dict]:
-    """Return rows of decode.csv for documents [B, context + steps].
-
-    Logits [steps, B, V] of the first documents are compared with fp32. A CUDA graph holds a step
-    where the subject has graphs.
-    """
+    """Return rows of decode.csv for documents [B, context + steps]."""
     subject.become(DENSE_EAGER)
     model, decoder = subject.model, Decoder(subject.model, script, context)
     activity = imposed.activity_of(model, script, behind=context)

@@ -39,25 +39,15 @@ FFN_PART, ATTENTION_PART = 0.02, 0.1
 # Standard deviation of logits, but for the token's own: the head is tied to the embedding.
 LOGIT = 0.1
 # Mean active neurons over layers at the recommended L1 coefficient, from the paper's text. It does
-# not print that of 1b, which lies between its neighbours.
-PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
+# not print that of 1b, which lies between its neighbours. ACTIVE: of a size that it does not have.
+PAPER_ACTIVE, ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}, 29.0
 ACTIVITY_CHUNK = 8192  # tokens whose activity is counted at a time
-
-
-def paper_active(size: str) -> float:
-    """Return the paper's mean of active neurons in a model; ValueError for a size it lacks."""
-    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
-    require(size in PAPER_ACTIVE, unfit)
-    return PAPER_ACTIVE[size]
 
 
 def draw_tokens(
     vocab_size: int, batch: int, context: int, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> Tensor:
-    """Return random documents [batch, context] int64 of one topic each.
-
-    A topic is every TOPICS-th token of the vocabulary.
-    """
+    """Return random documents [batch, context] int64, each of every TOPICS-th token."""
     g = torch.Generator(device).manual_seed(seed)
     topic = torch.randint(min(TOPICS, vocab_size), (batch, 1), generator=g, device=device)
     places = max(vocab_size // TOPICS, 1)
@@ -68,9 +58,8 @@ def draw_tokens(
 def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
     """Draw all weights anew in place, with the two channels apart; `impose` then sets thresholds.
 
-    A projection of a normed input has a variance of 1, but for those that add to the stream. The
-    head, tied to the embedding or not, does not read the two channels: the last norm's gain is 0
-    there. Biases become 0.
+    The head, tied to the embedding or not, does not read the two channels: the last norm's gain is
+    0 there. Biases become 0.
     """
     config, embedding = model.config, model.model.embed_tokens.weight
     g = torch.Generator(embedding.device).manual_seed(seed)
@@ -128,9 +117,9 @@ def impose(
 ) -> None:
     """Set gates so that layer l has a mean of means[l] active neurons on `tokens` [B, S].
 
-    In place, in a model of `draw_weights`, by one dense pass under the present autocast; may be
-    repeated for other means. The down projections are scaled too, so layers of any activity add
-    alike to the stream. Raises ValueError for means that a layer cannot have.
+    In a model of `draw_weights`, by one dense pass under the present autocast; may be repeated. The
+    down projections are scaled too, so layers of any activity add alike to the stream. Raises
+    ValueError for means that a layer cannot have.
     """
     most = model.config.intermediate_size
     require(
@@ -172,10 +161,7 @@ def _set_threshold(weight: Tensor, rows: Tensor, mean: float, seed: int) -> None
 
 @torch.no_grad()
 def layer_activity(ffn: SparseFFN, x: Tensor, block: int = BLOCK) -> dict[str, float]:
-    """Return `summarize_activity` of a layer's input x [..., K], and union: the mean over blocks.
-
-    Blocks have `block` consecutive tokens; the rest of the tokens is one more.
-    """
+    """Return `summarize_activity` of a layer's input x [..., K], and the mean union of blocks."""
     stats, unions = ActivityStats(ffn.intermediate_size), []
     for rows in x.flatten(0, -2).split(ACTIVITY_CHUNK // block * block):
         active = torch.relu(ffn.first(rows)) != 0

@@ -66,17 +66,12 @@ def language_model(
 ) -> dict[str, list[dict]]:
     """Time a language model in bf16: `twell measure model`, whose help explains the options.
 
-    Args:
-        size: a configuration of the package or a YAML file (`TrainConfig.load`), random weights.
-        checkpoint: instead, its name, the model in bf16 and the tokens of a text with its activity.
-        shapes: batches (sequences, tokens of each) whose forward pass is timed. Layers alone, and
-            with `alike` the activity to impose, are of the first one.
-        profile, active: see `layer_means`; each mean is imposed in turn; default: the paper's.
-        decode: numbers of documents to continue by GENERATION tokens behind `decode_context`.
-        out: the folder of model.csv, model_layers.csv and decode.csv.
+    size: a configuration, with random weights; or checkpoint: a name, the model in bf16 and the
+    tokens of a text. shapes: batches (sequences, tokens of each). Layers alone, and with `alike`
+    the activity to impose, are of the first one. active: means, each imposed in turn. decode:
+    numbers of documents to continue by GENERATION tokens.
 
-    Returns the rows by file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a
-    wrong result, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
+    Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     gpu, rows = runner.Gpu(energy), Rows(out, *FILES)
     least = min([*itertools.chain(*shapes), *decode, decode_context])
@@ -88,7 +83,7 @@ def language_model(
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
     longest = max(lengths, default=1)
     if checkpoint is None:
-        means = [imposed.paper_active(size)] if active is None else active
+        means = active or [imposed.PAPER_ACTIVE.get(size, imposed.ACTIVE)]
         model, config = random_model(size, overrides, longest, gpu.device)
         levels = [layer_means(profile, config.num_layers, mean) for mean in means]
         draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
@@ -166,10 +161,7 @@ def _draw_from(
 def measure_forward(
     subject: Subject, ids: Tensor, providers: Sequence[Provider]
 ) -> tuple[list[dict], list[dict]]:
-    """Return rows of model.csv for a batch [B, S], and the activity of each layer.
-
-    Up to GRAPH_TOKENS tokens are timed in a CUDA graph.
-    """
+    """Return rows of model.csv for a batch [B, S], and the activity of each layer."""
     subject.become(DENSE_EAGER)
     model, gpu, tokens = subject.model, subject.gpu, ids.numel()
     activity = imposed.activity_of(model, ids)
@@ -200,11 +192,7 @@ def measure_forward(
 
 
 def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
-    """Return times in ms of each feed-forward layer alone, on its input in a dense pass.
-
-    Dense (compiled), sparse and "auto", each checked against fp64 before it is timed in turns, the
-    cache emptied between calls.
-    """
+    """Return times in ms of each feed-forward layer alone, on its input in a dense pass."""
     from twell.sparse import ops
 
     subject.become(DENSE_EAGER)

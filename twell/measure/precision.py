@@ -44,10 +44,9 @@ def quality(
     roundings. `difference` is from bf16, `dense_difference` from the dense layers of the same
     precision, in nats a predicted token, with 95% intervals.
 
-    sequences: token ids; the first of each is not predicted. batch: sequences of a pass. source: a
-    column. out: the folder of quality.csv. say: gets lines about the progress. Raises ValueError
-    for a model that is not in bf16, has FP8 weights, or another activation than ReLU, and for fewer
-    than two sequences with a predicted token.
+    sequences: token ids; the first of each is not predicted. Raises ValueError for a model that is
+    not in bf16, has FP8 weights, or another activation than ReLU, and for fewer than two sequences
+    with a predicted token.
     """
     check_llama(name, model)
     require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")

@@ -5,7 +5,7 @@ data/README.md says what the columns mean. Columns that only recorded rows have 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -89,8 +89,3 @@ def require(condition: bool, message: str) -> None:
 def significant(value: float, digits: int) -> float:
     """Return a number rounded to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
-
-
-def mean_of(rows: Sequence[dict], column: str, digits: int) -> float:
-    """Return the rounded mean of a column."""
-    return round(sum(row[column] for row in rows) / len(rows), digits)

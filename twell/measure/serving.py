@@ -76,17 +76,13 @@ def serve(
     """Time serving with a model in bf16, dense, sparse and by "auto": `twell measure serve`.
 
     A model whose feed-forward layers return zeros is timed too: no kernel can serve faster than it.
-    An interrupted measurement writes the rows of the rounds that it has.
-
-    size: a configuration of the package or a YAML file (`TrainConfig.load`). profile, active: see
-    `layer_means`; default: the paper's mean for this size. seconds: after so many no further round
-    begins; one is always measured. out: the folder of serve.csv. Returns its rows. Raises
-    ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without a GPU
-    and where transformers does not finish a request.
+    After `seconds` no further round begins. An interrupted measurement writes the rows of the
+    rounds that it has. Returns the rows of serve.csv. Raises as `ffn` does, and RuntimeError where
+    transformers does not finish a request.
     """
     start, load, gpu = time.monotonic(), load or Load(), runner.Gpu()
     rows = Rows(out, "serve")
-    mean = imposed.paper_active(size) if active is None else active
+    mean = imposed.PAPER_ACTIVE.get(size, imposed.ACTIVE) if active is None else active
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:6.1f} s  {line}", flush=True)

@@ -13,6 +13,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
 from types import SimpleNamespace
 
 import torch
@@ -24,7 +25,7 @@ from twell.measure import check, imposed
 from twell.measure.layer import allow_recompiling, check_sizes
 from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
 from twell.measure.quantized import Linears
-from twell.measure.rows import mean_of, require, significant
+from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse import calibration as plan
@@ -35,7 +36,6 @@ COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 class Compiled:
     """A model whose decoder layers and last norm are compiled, or not: call it with True or False.
 
-    Each module is compiled by itself, whole (fullgraph) and for each shape anew (not dynamic).
     around: calls the compiled module, its first argument. torch has no public way to undo
     nn.Module.compile.
     """
@@ -157,9 +157,9 @@ class Subject:
             "batch": ids.shape[0],
             "context": ids.shape[1],
             "tokens": ids.numel(),
-            "active": mean_of(activity, "mean", 2),
+            "active": round(fmean(layer["mean"] for layer in activity), 2),
             "active_max": int(max(layer["max"] for layer in activity)),
-            "union": mean_of(activity, "union", 1),
+            "union": round(fmean(layer["union"] for layer in activity), 1),
         }
 
     def measure(
@@ -228,11 +228,7 @@ def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
 def random_model(
     size: str, overrides: Sequence[str], context: int, device: torch.device
 ) -> tuple[SparseLlamaForCausalLM, TrainConfig]:
-    """Return a model in bf16 for up to `context` tokens, and its configuration.
-
-    `imposed.draw_weights` draws the weights; `size` and `overrides` are of `TrainConfig.load`.
-    Raises ValueError for a model that the kernels do not take.
-    """
+    """Return a model of `imposed.draw_weights` in bf16 for `context` tokens, and its sizes."""
     config = TrainConfig.load(size, overrides)
     sizes = config.model_config()
     check_model(size, sizes, context)

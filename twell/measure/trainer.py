@@ -32,7 +32,6 @@ from twell.train.build import adamw
 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 L1_COEFFICIENT = 2e-5
-ACTIVE = 29.0  # of a size that the paper does not have
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time
 COMPARED = (
     (f"the loss after {CHECKED_STEPS} steps", "loss"),
@@ -54,19 +53,15 @@ def train_step(
 ) -> list[dict]:
     """Time one optimiser step on random tokens, dense and by unions: `twell measure train-step`.
 
-    model: a configuration of the package or a YAML file (`TrainConfig.load`). active, profile: see
-    `layer_means`; default: the paper's for this size, else 29. out: the folder of train_step.csv.
-
     A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW
     on fp32 weights, with the L1 term at 2e-5 and the cross-entropy in chunks. Each provider takes 3
     steps at the configuration's learning rate. Its loss then, and the norms of its first gradient
-    (of all weights, and of the feed-forward ones), have to equal dense's. Returns the rows. Raises
-    ValueError for unfit arguments, ArithmeticError for a provider that learns something else,
-    RuntimeError without a GPU. Ours.
+    (of all weights, and of the feed-forward ones), have to equal dense's. Returns the rows of
+    train_step.csv. Raises as `ffn` does. Ours.
     """
     gpu, rows = runner.Gpu(energy), Rows(out, "train_step")
     config = model_config(model, overrides)
-    active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
+    active = imposed.PAPER_ACTIVE.get(model, imposed.ACTIVE) if active is None else active
     trainer = Trainer(model, config, profile, active, gpu)
     providers = [
         Provider(backend, path, kind)
@@ -99,9 +94,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy in nats, with the logits of LOSS_CHUNK tokens at a time.
 
-    hidden [T, K], weight [V, K] of the head, labels [T] int64, -100 for no label. `loss` is the sum
-    over a chunk, compiled or not; backward computes it again. All logits of 32,768 tokens and a
-    vocabulary of 49,152 would be 6.4 GB in fp32, and their gradient as much.
+    hidden [T, K], weight [V, K] of the head, labels [T] int64, -100 for no label. All logits of
+    32,768 tokens and a vocabulary of 49,152 would be 6.4 GB in fp32, and their gradient as much.
     """
     parts = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
     sums = [checkpoint(loss, part, weight, label, use_reentrant=False) for part, label in parts]
@@ -109,10 +103,7 @@ def chunked_cross_entropy(
 
 
 class Trainer:
-    """A model that takes optimiser steps on one batch, by one provider and then by another.
-
-    Statistics are not counted: the dense layers would need passes of their own for them.
-    """
+    """A model that takes optimiser steps on one batch, by one provider and then by another."""
 
     def __init__(
         self, name: str, config: TrainConfig, profile: str, active: float, gpu: runner.Gpu
@@ -189,10 +180,7 @@ class Trainer:
         return ops.takes(rows, self.config.intermediate_size) and fits and all(self.sparse.sparse)
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Take one optimiser step; return the loss before it and two norms of its gradient.
-
-        The norms are of all weights and of the feed-forward ones.
-        """
+        """Take a step; return the loss before it and its gradient's norms: all, feed-forward."""
         for _ in range(1) if self.sparse is None else self.sparse.attempts():
             self.optimizer.zero_grad()
             with self.autocast():
@@ -229,10 +217,7 @@ class Trainer:
         return False
 
     def largest(self) -> int:
-        """Return the most documents, within 3%, whose step fits into memory; 0: none.
-
-        They are the batch from then on.
-        """
+        """Take the most documents, within 3%, whose step fits into memory; return their number."""
         fits, too_many = 0, self.config.micro_batch
         while self.fits(too_many):
             fits, too_many = too_many, 2 * too_many
