@@ -120,9 +120,9 @@ def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
     monkeypatch.setattr(Chooser, "path", noting)
     small = functools.partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=512)
     monkeypatch.setattr(serving, "ContinuousBatchingConfig", small)
-    load = serving.Load(requests=8, shortest=16, longest=200, new_tokens=8, cuda_graph=True)
+    load = {"requests": 8, "prompts": (16, 200), "new_tokens": 8, "cuda_graph": True}
     sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
-    rows = serving.serve("2b", sizes, load=load, active=24, seconds=1e-6)
+    rows = serving.serve("2b", sizes, **load, active=24, seconds=1e-6)
     assert [row["rounds"] for row in rows] == [1, 1, 1]
     assert {situation for situation, *_ in captured} == {"graph"}
     assert ("graph", True, "decode") in captured

@@ -9,9 +9,10 @@ from transformers import ContinuousBatchingConfig, GenerationMixin
 
 from tests.factories.measure import TINY
 from twell.__main__ import main
-from twell.measure import Load, serve
+from twell.measure import serve
 from twell.measure import serving as module
 
+FEW = {"requests": 3, "prompts": (4, 40), "new_tokens": 5}
 LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
 
 
@@ -46,7 +47,7 @@ def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
     assert rows["tokens_per_second"].tolist() == [7.5, 15, 15]
     assert rows["first_token"].tolist() == [1000, 500, 500]
     assert rows["p50"].tolist() == [2000, 1000, 1000] and (rows["rounds"] == 3).all()
-    assert (rows["without_ffn"] == 500).all() and (rows["attention"] == "sdpa").all()
+    assert (rows["without_ffn"] == 500).all() and (rows["attention"] == "default").all()
     assert (rows["active"] - 9).abs().max() < 4 and rows["layer_rms"].max() < 0.02
     backends, prompts, options = zip(*answers, strict=True)
     once = ("dense", "triton", "auto", "none")
@@ -76,8 +77,7 @@ def test_graphs_are_captured_before_the_time_begins(answers, monkeypatch):
     destroyed = []
     destroy = "destroy_cached_continuous_batching_manager"
     monkeypatch.setattr(GenerationMixin, destroy, lambda _: destroyed.append(len(answers)))
-    load = Load(3, 4, 40, 5, cuda_graph=True)
-    rows = serve("2b", TINY, load=load, active=9, seconds=1e-6)  # of one round
+    rows = serve("2b", TINY, **FEW, cuda_graph=True, active=9, seconds=1e-6)  # of one round
     assert [row["rounds"] for row in rows] == [1, 1, 1]
     twice = [backend for backend in ("dense", "triton", "auto", "none") for _ in range(2)]
     assert [backend for backend, *_ in answers[8:]] == twice
@@ -93,13 +93,13 @@ def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
     monkeypatch.setattr(module, "ContinuousBatchingConfig", small)
     monkeypatch.setattr(module, "ROUNDS", 1)
-    rows = serve("2b", TINY, load=Load(3, 4, 40, 5), active=9)
+    rows = serve("2b", TINY, **FEW, active=9)
     assert min(row["requests_per_second"] for row in rows) > 0
     assert all(0 < row["first_token"] <= row["p50"] for row in rows)
 
 
 @pytest.mark.parametrize("words", ["--prompts 128", "--prompts 9-8", "--requests 0"])
-def test_loads_that_are_none_are_refused(words, capsys):
+def test_loads_that_are_none_are_refused(dense_kernels, words, capsys):
     option, value = words.split()
-    assert main(["measure", "serve", "2b", option, value]) == 2
+    assert main(["measure", "serve", "2b", *TINY, option, value]) == 2
     assert value.split("-")[0] in capsys.readouterr().err

@@ -36,10 +36,14 @@ def add(app: typer.Typer, command: Callable, name: str, example: str, panel: str
     app.command(name, **about, rich_help_panel=panel)(command)
 
 
-def option(text: str, panel: str | None = None, *, name: str | None = None, metavar=None):
+def option(text: str, panel: str | None = None, *, metavar: str | None = None):
     """Return a Typer option with a help text, in a panel of the help."""
-    names = [name] if name else []
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+    return typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
+
+
+def flag(name: str, text: str, panel: str | None = None):
+    """Return a Typer option that is given or not."""
+    return typer.Option(name, help=text, rich_help_panel=panel)
 
 
 Model = Annotated[
@@ -59,8 +63,8 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-Overwrite = Annotated[bool, option("Replace what is already there.", OUTPUT, name="--overwrite")]
-Resume = Annotated[bool, option("Go on from the run's checkpoint.", name="--resume")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace what is already there.", OUTPUT)]
+Resume = Annotated[bool, flag("--resume", "Go on from the run's checkpoint.")]
 Statistics = Annotated[
     Path | None,
     option(

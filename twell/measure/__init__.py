@@ -34,7 +34,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".precision": "quality",
         ".rows": "COLUMNS",
         ".runner": "bench",
-        ".serving": "Load serve",
+        ".serving": "serve",
         ".trainer": "train_step",
     },
 )
