@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from twell import cli, results
+from tests.factories.commands import read_command
+from twell import results
 
 ROOT = results.root()
 NEEDS = ("gpu", "network", "minutes")
@@ -261,7 +262,7 @@ def mistake_in_twell(arguments: list[str]) -> str | None:
 
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            words, given = cli.parse(arguments)
+            words, given = read_command(arguments)
     except ValueError as error:
         of_the_shell = any("$" in word for word in arguments) and "Invalid value" in str(error)
         return None if of_the_shell else str(error)

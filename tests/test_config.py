@@ -48,44 +48,28 @@ def test_the_paper_configuration_is_table_2():
 
 # Overrides, and what the error names.
 MISTAKES = r"""
-l1_coeficient=1 | 'l1_coefficient'
-1=2 | unknown field '1'
+l1_coeficient=1 | 'l1_coeficient'; .*l1_coefficient
 seed=1 seed=2 | seed=2
 nonsense | 'nonsense'
-seed=[1 | seed=\[1
 seed=2001-13-01 | seed=2001-13-01
 l1_coefficient=-1 | l1_coefficient is -1.0
-l1_coefficient=.inf | l1_coefficient is inf
 l1_coefficient=[1e-3,0.2] | l1_coefficient is \['1e-3', 0\.2\]
 tokens=many | tokens is 'many'
-seed=1.5 | seed is 1.5
-seed=true | seed is True
 seed=4294967296 | seed is 4294967296
 gated=3 | gated is 3
-context=1 | context is 1
-micro_batch=0 | micro_batch is 0
 reinit=1.5 | reinit is 1.5
-sampled_share=0.95 | sampled_share is 0.95
-l1_growth=1 | l1_growth is 1.0
-learning_rate=.inf | learning_rate is inf
 rope_theta=.nan | rope_theta is nan
-adam_beta1=1 | adam_beta1 is 1.0
 precision=fp8 | precision is 'fp8'
 source='' | source is ''
 balance_every=5 gated=false activation=silu | balance_every is 5; .* silu
-balance_every=5 gated=false threshold=0.1 | balance_every is 5; .* relu above 0.1
 active_share=0.1 l1_coefficient=0 | active_share is 0.1, and l1_coefficient 0
 active_share=0.5 l1_coefficient=0 threshold=1 | active_share is 0.5
 active_share=0.1 l1_coefficient=0 threshold=1 compile=true backend=auto | 'auto'
 active_share=0.1 l1_coefficient=1 l1_stage_steps=15 | l1_stage_steps 15 .* log_every 10
 sampled_share=0.5 | sampled_share is 0.5
-samples=a.jsonl | samples is 'a.jsonl'
-hidden_weight=1 | hidden_weight is 1.0
 source=hf:a valid_source=b | valid_source is b
 batch_tokens=1000 | batch_tokens 1000 .* context 128
 num_heads=3 | hidden_size 128 .* num_heads 3
-hidden_size=36 num_heads=4 | hidden_size 36
-checkpoint_every=5 | checkpoint_every 5 .* log_every 10
 valid_tokens=127 | valid_tokens 127
 tokens=128 batch_tokens=128 | warmup_steps is 30
 l1_coefficient=1 l1_zero_steps=480 | l1_zero_steps is 480
@@ -101,10 +85,8 @@ def test_mistakes_are_named(line):
 
 FILES = [
     ("base: {folder}/a.yaml", ValueError),
-    ("base: 3", FileNotFoundError),
     ("1: 2", ValueError),
     ("seed: [", ValueError),
-    ("- seed", ValueError),
     (None, FileNotFoundError),
 ]
 
@@ -113,14 +95,12 @@ FILES = [
 def test_mistakes_of_a_file_are_named(tmp_path, text, error):
     if text is not None:
         (tmp_path / "a.yaml").write_text(text.format(folder=tmp_path))
-    with pytest.raises(error, match=r"a\.yaml|configuration 3|field 1"):
+    with pytest.raises(error, match=r"a\.yaml|field 1"):
         TrainConfig.load(tmp_path / "a.yaml")
 
 
 REMARKS = [
-    ({}, []),
     ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
-    ({"l1_zero_steps": 600, "l1_warmup_steps": 5, "l1_coefficient": 0.0}, []),
     ({"warmup_steps": 16}, ["warmup_steps 16"]),
     ({"l1_zero_steps": 6, "l1_warmup_steps": 20}, ["l1_warmup_steps 20"]),
     ({"reinit": 0.1, "dead_window_tokens": 2**20}, ["reinit 0.1"]),

@@ -77,15 +77,11 @@ def parquet(**columns):
 
 REFUSED = [  # file, contents or a function that writes it, what the error names
     ("latin.txt", b"caf\xe9", "latin.txt"),
-    ("latin.jsonl", b'{"text": "\xe9"}', "latin.jsonl, line 1"),
     ("bad.jsonl", b'{"text": "fine"}\n{"txt": "no"}\n', "bad.jsonl, line 2"),
     ("cut.jsonl", b'\n\n{"text": ""', "cut.jsonl, line 3"),
-    ("list.jsonl", b"[1]", "list.jsonl, line 1"),
-    ("number.jsonl", b'{"text": 3}\n', "number.jsonl, line 1"),
     ("lone.jsonl", b'{"text": "a\\ud800"}', r"lone.jsonl, line 1 .*\\ud800"),
     ("x.csv", b"a,b", "x.csv"),
     ("cut.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 500)[:-20], "cut.jsonl.xz"),
-    ("cut.parquet", b"PAR1", "cut.parquet"),
     ("columns.parquet", parquet(id=range(70)), "columns.parquet"),
     ("none.parquet", parquet(text=["fine", None]), "none.parquet, row 1"),
     ("empty.jsonl", b"", "train part of .*empty.jsonl"),
@@ -101,14 +97,8 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, name, data, words):
     assert not list((tmp_path / "cache").glob("*"))
 
 
-@pytest.mark.parametrize("name", ["missing.txt", "."])
-def test_a_source_without_text_is_named(tmp_path, name):
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        list(corpus.documents(str(tmp_path / name)))
-
-
-@pytest.mark.parametrize("names", [["a.txt"], ["a.txt", "b.txt"]])
-def test_of_few_documents_the_ends_are_held_out(tmp_path, names):
+def test_of_few_documents_the_ends_are_held_out(tmp_path):
+    names = "a.txt", "b.txt"
     every = ["".join(texts(200, SEED + number)) for number in range(len(names))]
     for name, text in zip(names, every, strict=True):
         (tmp_path / name).write_text(text, encoding="utf-8")
@@ -272,7 +262,7 @@ def test_a_stream_holds_out_its_first_documents_and_repeats(streamed):
     assert len(drawn) > 2 * len(training) and drawn == (training * 3)[: len(drawn)]
 
 
-@pytest.mark.parametrize("sizes", [(1, 7, 40, 300, 5), (1, 1, 1, 1, 50)], ids=["far", "near"])
+@pytest.mark.parametrize("sizes", [(1, 7, 40, 300, 5), (1, 1, 1, 1, 50)])
 def test_a_stream_resumes_again_and_again(streamed, sizes):
     """Past its end, too, and where it drew tokens that it had read before its last resume."""
     stream, _ = streamed
@@ -306,6 +296,9 @@ def test_a_stream_that_cannot_be_read_is_named(streamed, tmp_path, monkeypatch):
         stream(source=f"hf:{tmp_path / 'other'}")
     with pytest.raises(FileNotFoundError, match="hf:no/such"):
         stream(source="hf:no/such")
+    for name in ("missing.txt", "."):
+        with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+            list(corpus.documents(str(tmp_path / name)))
     with pytest.raises(ValueError, match="data has no document left"):
         stream(10**9).draw([0])
     with pytest.raises(ValueError, match="hf:no/such .* tokenizer"):

@@ -43,7 +43,7 @@ TRAIN = ["train", "run/config.yaml", "--out", "new"]
 TRACE = ["trace", "run", "--text", "ba de", "--out", "out.npz"]
 VALID = ["trace", "run", "--valid", "--out", "out.npz"]
 INSPECT = ["inspect", "run", "--text", "ba", "--aggregate", "aggregate.npz", "--out", "out.html"]
-MASKS = "measure ffn --trace trace.npz --layer 0 --pattern recorded --out b".split()
+TRACED = "inspect trace.npz --out out.html".split()
 EVALUATE = "evaluate run --tasks piqa --data . --out out.json".split()
 
 
@@ -95,7 +95,7 @@ DAMAGES = [
     ("cache/*/sha256.json", (half,), TRAIN),
     ("text.jsonl", (half, surrogates), TRAIN),
     ("aggregate.npz", (half, empty), INSPECT),
-    ("trace.npz", (flipped, other_method, encrypted), MASKS),
+    ("trace.npz", (flipped, other_method, encrypted), TRACED),
     ("piqa.jsonl", (half,), EVALUATE),
 ]
 

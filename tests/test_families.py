@@ -10,7 +10,7 @@ from tests.factories.inspector import unpack
 from tests.factories.models import family
 from twell import inspector, models, trace
 from twell.__main__ import main
-from twell.cli.measure_model import _checkpoint
+from twell.cli.measure import load_checkpoint
 from twell.evaluate import rolling
 from twell.evaluate.adapter import LM
 from twell.inspector.side import Side
@@ -107,7 +107,7 @@ def test_encoder_decoder_models_are_refused_by_name(folder, capsys):
 def test_commands_for_llamas_refuse_others_by_name(folder):
     path, model = folder("opt")
     for run in (
-        lambda: _checkpoint(str(path), TEXT),  # of `measure model`
+        lambda: load_checkpoint(str(path), TEXT),  # of `measure model`
         lambda: quality("opt", model, [[1, 2], [3, 4]]),
         lambda: rolling(path),
     ):

@@ -1,7 +1,6 @@
 """What a user installs: the wheel holds every file that the code opens; pins fit the ranges."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -55,27 +54,6 @@ def test_pins_lie_within_the_ranges_and_conda_takes_them(gpu, python):
     assert pip == [f"-r requirements{gpu}.lock", "-e ."] and f"python={python}" in listed
 
 
-def test_one_table_names_every_extra():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    table = (
-        (ROOT / "docs" / "serving.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
-    )
-    assert re.findall(r"^\| `(\w+)`", table, re.M) == list(project["optional-dependencies"])
-
-
-@pytest.mark.slow
-def test_the_pins_for_a_gpu_can_be_installed_together(tmp_path):
-    """Resolved by the registry, the pins need each other and no other package."""
-    lock, target = ROOT / "requirements.gpu.lock", "--python-platform x86_64-manylinux_2_28"
-    command = f"{sys.executable} -m uv pip compile {lock} -q --python-version 3.12 {target}"
-    command = f"{command} --no-annotate --no-header --system-certs"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = run(command.split(), cwd=tmp_path, env=environment)  # uv builds some packages
-    assert done.returncode == 0, done.stderr
-    pins = [line for line in lock.read_text().splitlines() if not line.startswith("#")]
-    assert done.stdout.splitlines() == pins
-
-
 def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
     copy = tmp_path / "zip"
     (copy / "twell").mkdir(parents=True)
@@ -94,7 +72,7 @@ def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
 
 
 def test_results_go_where_git_does_not_look_and_tracked_files_stay_small():
-    folders = [common.RUNS, common.BENCH, common.BUILD, "runs/live"]
+    folders = [common.RUNS, common.BUILD, "runs/live"]
     paths = [str(Path(folder) / "x") for folder in (*folders, "figures/live")]
     assert tracked("check-ignore", *paths) == paths
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -105,59 +83,6 @@ def test_results_go_where_git_does_not_look_and_tracked_files_stay_small():
     files = [ROOT / name for name in tracked("ls-files")]
     assert len(files) > 100
     assert sum(file.stat().st_size for file in files if file.is_file()) < 30e6
-
-
-# Of the make that may run the tests, which hands its variables on.
-OUTSIDE = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
-PYTHON = """#!/bin/sh
-echo "$*" >> calls
-for last in "$@"; do :; done
-case "$*" in
-  *execute.py*) touch "$5";;
-  *" train "*) mkdir -p "$8";;
-  *" trace "*) touch "$last";;
-esac
-"""
-
-
-def test_make_counts_its_notebooks_and_traces_a_run_before_them(tmp_path):
-    """With a Python that notes how it is called, and makes empty files."""
-    for name in ("twell", "study", "data", "scripts", "requirements.lock", "pyproject.toml"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    (tmp_path / ".venv" / "installed").touch()
-
-    def make():
-        (tmp_path / "calls").write_text("")
-        run(["make", "reproduce", "JOBS=2"], cwd=tmp_path, env=OUTSIDE, check=True)
-        calls = [call.split() for call in (tmp_path / "calls").read_text().splitlines()]
-        executed = {call[4]: n for n, call in enumerate(calls) if "scripts/execute.py" in call}
-        assert all(calls[n][5] == str(len(executed)) for n in executed.values())
-        traced = {Path(call[-1]).name: n for n, call in enumerate(calls) if "trace" in call}
-        return executed, traced
-
-    executed, traced = make()
-    names = "02_sparsity", "03_layerwise", "04_tokens", "07_inspect"
-    live = [executed[f"build/notebooks/live/{name}.ipynb"] for name in names]
-    assert traced["aggregate.npz"] < min(live[1:]) and traced["trace.npz"] < live[2]
-    assert make() == ({}, {})
-    (tmp_path / "notebooks" / "03_layerwise.ipynb").touch()
-    again = {f"build/notebooks/{kind}03_layerwise.ipynb" for kind in ("", "live/")}
-    assert set(make()[0]) == again
-
-
-@pytest.mark.parametrize("user", [0, 1000])
-def test_jupyterlab_runs_as_root_where_it_has_to(user, tmp_path):
-    (tmp_path / "id").write_text(f"#!/bin/sh\necho {user}\n")
-    (tmp_path / "id").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run(["make", "-n", "lab"], cwd=ROOT, env=OUTSIDE | {"PATH": path})
-    assert ("--allow-root" in done.stdout) == (user == 0), done.stdout
 
 
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):

@@ -1,4 +1,4 @@
-"""The shipped model behind transformers' continuous batching, by call and by HTTP."""
+"""The shipped model behind transformers' continuous batching, by HTTP."""
 
 import contextlib
 import json
@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import twell
 from twell import results
@@ -49,20 +48,6 @@ def served(tmp_path_factory):
     model.set_ffn_backend("dense")
     assert model(ids).logits.isnan().any()
     return folder, texts
-
-
-@pytest.mark.slow
-def test_generate_batch_writes_what_generate_writes(served):
-    folder, texts = served
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-    _, tokenizer = twell.load(MODEL)
-    answers = model.generate_batch(
-        [tokenizer(prompt).input_ids for prompt in PROMPTS],
-        generation_config=GenerationConfig(max_new_tokens=TOKENS, do_sample=False, eos_token_id=0),
-        continuous_batching_config=ContinuousBatchingConfig(**SMALL),
-    )
-    tokens = [answer.generated_tokens for answer in answers.values()]
-    assert tokenizer.batch_decode(tokens, skip_special_tokens=True) == texts
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import os
 import types
@@ -196,7 +195,7 @@ class TrainConfig:
             given[key], fields[key] = override, _yaml(value, override)
         for key in fields:
             if key not in _TYPES:
-                raise ValueError(f"unknown field {key!r} in the configuration{_hint(key, _TYPES)}")
+                raise ValueError(f"unknown field {key!r}; there are {', '.join(_TYPES)}")
         return cls(**fields)
 
     @property
@@ -360,14 +359,6 @@ def _coerce(name: str, kind: type, value):
     return value
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    """Return a name that is spelled alike or begins with `name`, and all names."""
-    near = difflib.get_close_matches(str(name), known, 1)
-    near += [one for one in known if name and one.startswith(str(name))]
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    return f"{hint}; there are {', '.join(known)}"
-
-
 def _yaml(text: str, name: str | Path):
     try:
         return yaml.safe_load(text)
@@ -380,8 +371,8 @@ def _read_config(name: str | Path, above: tuple[Path, ...] = ()) -> dict:
     paths = Path(name), CONFIGS / f"{name}.yaml"
     path = next(filter(Path.is_file, paths), None)
     if path is None:
-        known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
-        raise FileNotFoundError(f"no configuration {name}{_hint(name, known)}")
+        known = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.yaml")))
+        raise FileNotFoundError(f"no configuration {name}; there are {known}")
     if path.resolve() in above:
         raise ValueError(f"{path} is its own base; change or remove the line base:")
     fields = _yaml(path.read_text(encoding="utf-8-sig"), path)

@@ -9,20 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import typer
 
-from tests.factories.analysis import make_trace
+from tests.factories.commands import read_command
 from twell import evaluate, measure, results
-from twell.cli import app, main, parse
+from twell.cli import app, main
 from twell.cli.runs import BEGIN, END
 from twell.measure import runner
 from twell.sparse.calibration import Calibration, Point
 from twell.sparse.layer import backend_status
-
-SHIPPED = Path(results.__file__).with_name("sparse") / "default_calibration.json"
 
 
 def every_command(command=None, words=()):
@@ -45,27 +42,24 @@ def python(code, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
-# --- help -------------------------------------------------------------------------------------
-
-
 def test_every_command_has_help_with_an_example_that_parses(capsys):
     commands = list(every_command())
     assert len(commands) == 16
     for command in commands:
         assert main([*command.split(), "--help"]) == 0
         example = capsys.readouterr().out.partition("Example: twell ")[2]
-        assert " ".join(parse(shlex.split(example))[0]) == command
+        assert " ".join(read_command(shlex.split(example))[0]) == command
 
 
-@pytest.mark.parametrize("option", ["--num-fewshot=3", "--num_fewshot=3", "--num-fewshot 3"])
-def test_hyphens_and_underscores_are_one(option):
-    assert parse(["evaluate", "m", *option.split()])[1]["num_fewshot"] == 3
-
-
-def test_overrides_and_options_go_in_any_order():
+def test_words_of_a_command_go_in_any_order():
     words = "train quick seed=1 --out a tokens=5"
-    assert parse(words.split()) == parse("train --out a quick seed=1 tokens=5".split())
-    assert parse(words.split())[1]["overrides"] == ["seed=1", "tokens=5"]
+    assert read_command(words.split()) == read_command(
+        "train --out a quick seed=1 tokens=5".split()
+    )
+    assert read_command(words.split())[1]["overrides"] == ["seed=1", "tokens=5"]
+    # Hyphens and underscores are one.
+    for option in ("--num-fewshot=3", "--num_fewshot=3", "--num-fewshot 3"):
+        assert read_command(["evaluate", "m", *option.split()])[1]["num_fewshot"] == 3
 
 
 # --- train, trace, inspect, export, evaluate --------------------------------------------------
@@ -202,7 +196,7 @@ def measured(monkeypatch, tmp_path):
     def recorder(name):
         return lambda *arguments, **options: given.update({name: (arguments, options)})
 
-    for name in ("ffn", "ffn_steps", "train_step", "language_model"):
+    for name in ("ffn", "train_step", "language_model"):
         monkeypatch.setattr(measure, name, recorder(name))
     monkeypatch.setattr(runner, "Gpu", lambda: None)
     monkeypatch.chdir(tmp_path)
@@ -215,31 +209,17 @@ def measured(monkeypatch, tmp_path):
     return run
 
 
-LAYER = "--active 2.5,9 --hidden-size 64 --intermediate-size 128 --non-gated --energy --kernels"
-LAYER_OPTIONS = {"hidden_size": 64, "intermediate_size": 128, "gated": False}
-LAYER_OPTIONS |= {"energy": True, "kernels": True}
+def test_measurements_get_everything(measured):
+    words = "ffn --tokens 1,64 --pattern even,skewed --mode graph --bias --energy --active 2.5,9 "
+    words += "--hidden-size 64 --intermediate-size 128 --non-gated --kernels --activation relu2"
+    arguments, options = measured(f"{words} --out x", "ffn")
+    assert arguments == ([1, 64], [2.5, 9.0], ["even", "skewed"])
+    expected = {"hidden_size": 64, "intermediate_size": 128, "gated": False, "energy": True}
+    expected |= {"activation": "relu2", "bias": True, "mode": "graph", "out": Path("x")}
+    assert options == expected | {"kernels": True, "backward": False}
+    arguments, options = measured("ffn --backward", "ffn")
+    assert arguments[0] == [65536, 16384] and options["backward"] and options["mode"] is None
 
-
-def test_ffn_gets_everything(measured):
-    traced, mask = make_trace(0, num_layers=2)
-    traced.save("text.npz")
-    words = f"ffn --tokens 1,64 --pattern even,recorded {LAYER} --mode graph --layer 1 --bias"
-    arguments, options = measured(
-        f"{words} --activation relu2 --trace text.npz --calibration {SHIPPED} --out x", "ffn"
-    )
-    assert options.pop("calibration").device == "NVIDIA H200"
-    masks = options.pop("masks")
-    assert list(masks) == ["text_1"] and np.array_equal(masks["text_1"], mask[1])
-    assert arguments == ([1, 64], [2.5, 9.0], ["even", "recorded"])
-    changed = {"activation": "relu2", "bias": True, "mode": "graph", "out": Path("x")}
-    assert options == LAYER_OPTIONS | changed
-
-
-def test_steps_get_everything(measured):
-    words = f"ffn --backward --tokens 64,128 --pattern even {LAYER} --out x"
-    arguments, options = measured(words, "ffn_steps")
-    assert arguments == ([64, 128], [2.5, 9.0], ["even"])
-    assert options == LAYER_OPTIONS | {"masks": None, "mode": "stream", "out": Path("x")}
     words = "train-step quick gated=false --active 9 --spread paper --no-compile --energy seed=1"
     arguments, options = measured(words, "train_step")
     assert arguments == ("quick", ["gated=false", "seed=1"])
@@ -248,13 +228,9 @@ def test_steps_get_everything(measured):
     arguments, _ = measured("train-step micro_batch=5", "train_step")
     assert arguments == ("171m", ["micro_batch=5"])
 
-
-def test_model_gets_everything(measured):
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
-    words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x"
-    words += " --no-graphs"
-    arguments, options = measured(f"{words} --calibration {SHIPPED}", "language_model")
-    assert options.pop("calibration").device == "NVIDIA H200"
+    words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
+    arguments, options = measured(words, "language_model")
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, decode=[1, 8], decode_context=30, compiled=False)
     expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)
@@ -262,13 +238,15 @@ def test_model_gets_everything(measured):
     assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
 
 
-def test_a_checkpoint_has_the_name_of_its_run(measured, tiny_run):
-    Path("texts.jsonl").write_text('{"text": "bain"}\n{"text": "da fo"}\n')
+def test_a_checkpoint_has_the_name_of_its_run_and_the_tokens_of_all_texts(measured, tiny_run):
+    texts = ["bain", "", "bain"]
+    Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for model in (tiny_run, tiny_run / "model"):
         words = f"model {model} --source texts.jsonl --order-tokens --alike --batches 1x2"
         _, options = measured(words, "language_model")
         name, loaded, ids = options["checkpoint"]
-        assert name == tiny_run.name and loaded.dtype == torch.bfloat16 and len(ids) >= 3
+        assert name == tiny_run.name and loaded.dtype == torch.bfloat16
+        assert ids and ids[: len(ids) // 2] == ids[len(ids) // 2 :]
         assert options["ordered"] and options["alike"]
 
 
@@ -316,14 +294,3 @@ def test_times_are_kept_where_training_cannot_be_measured(calibrating, monkeypat
     message = "twell measure calibrate: not enough memory: lower the sizes (out of memory)\n"
     assert capsys.readouterr().err == message
     assert Calibration.load("build/calibration.json").training is None
-
-
-def test_measure_model_leaves_out_empty_documents(tmp_path):
-    from twell.cli.measure_model import _checkpoint
-
-    for name, text in (("a", "one"), ("b", ""), ("c", "one")):
-        (tmp_path / f"{name}.txt").write_text(text)
-    folder = str(Path(__file__).parents[2] / "data" / "checkpoints" / "twell-6m")
-    _, _, tokens = _checkpoint(folder, None, str(tmp_path))
-    half = len(tokens) // 2
-    assert half and tokens[:half] == tokens[half:]

@@ -14,7 +14,7 @@ from twell.cli import main
 
 # Overrides of a configuration, and what the error names; tests/test_config.py has more.
 FIELDS = {
-    "l1=3e-3": r"'l1' .*'l1_coefficient'",
+    "l1=3e-3": "'l1'; .*l1_coefficient",
     "activation=gelu": r"'gelu' .*relu, relu2, drelu, silu",
     "activation=silu backend=reference": "'silu'",
     "num_layers=1e12": r"not enough memory: lower the sizes",
@@ -25,7 +25,7 @@ FIELDS = {
 # Commands, and what the error names. RUN is a finished run, PLACE its folder, OUT a new path, TEXT
 # a text, TRACE and AGGREGATE files of another model.
 COMMANDS = {
-    "train quik --out OUT": r"quik .*quick.*171m, ",
+    "train quik --out OUT": "quik; .*quick",
     "train quick seed=1 seed=2": "seed=1 and seed=2",
     "train quick --out OUT --resume": "OUT .*--resume",
     "train quick --resume --overwrite": "--resume .*--overwrite",
@@ -62,21 +62,17 @@ COMMANDS = {
     "runs PLACE --out TEXT": r"text\.jsonl",
     "evaluate RUN --out RUN/provenance.json": r"provenance\.json",
     "evaluate RUN --batch_size x": "--batch_size is 'x'",
-    "measure ffn --tokens 1,many": r"--tokens is '1,many'; write numbers with commas, such as 1,16",
-    "measure ffn --trace x --pattern recorded": r"--trace FILE and --layer NUMBER go together",
-    "measure ffn --trace x --layer 0": r"--trace is for --pattern recorded; the pattern is skewed",
-    "measure ffn --backward --mode graph": r"mode 'graph' is unknown for steps",
-    "measure ffn --backward --bias": r"--bias is for forward passes",
-    "measure ffn --mode bogus": r"'bogus' is not one of 'stream', 'graph'",
-    "measure ffn --backward --calibration x.json": r"which --backward does not time",
-    "measure ffn --out OUT": r"measuring needs a GPU, and torch sees none",
-    "measure model --batches 64": r"--batches is '64'; write sequences x tokens with commas",
-    "measure model RUN": r"give a text by --text or by --file",
-    "measure model RUN --text a --active 3": r"are for random weights; a checkpoint has its own",
-    "measure model RUN --text a --source sotu": r"give a text or a --source, and not both",
-    "measure model 2b --order-tokens": r"2b is a configuration, .* and no order of its tokens",
-    "measure calibrate RUN --hidden-size 64": r"leave out --hidden-size, --intermediate-size and",
-    "measure calibrate --out RUN/config.yaml": r"config\.yaml'; give a file that ends in \.json",
+    "measure ffn --tokens 1,many": "--tokens is '1,many'",
+    "measure ffn --pattern recorded": "measuring needs a GPU|'recorded' is unknown",
+    "measure ffn --mode bogus": "'bogus' is not one of 'stream', 'graph'",
+    "measure ffn --out OUT": "measuring needs a GPU, and torch sees none",
+    "measure model --batches 64": "--batches is '64'",
+    "measure model RUN": "--text or by --file",
+    "measure model RUN --text a --active 3": "--active",
+    "measure model RUN --text a --source sotu": "--source",
+    "measure model 2b --order-tokens": "2b is a configuration",
+    "measure calibrate RUN --hidden-size 64": "--hidden-size",
+    "measure calibrate --out RUN/config.yaml": r"config\.yaml.*\.json",
 }
 
 

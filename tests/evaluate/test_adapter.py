@@ -26,9 +26,7 @@ def requests_of(pairs, names=("some",)):
 @pytest.mark.parametrize(
     ("backend", "batch_size", "dtype"),
     [
-        ("dense", 1, "bfloat16"),
         ("reference", 7, None),
-        ("dense", "auto", "float32"),
         ("dense", 1, "FP8"),
         ("reference", 1, "FP8"),
     ],

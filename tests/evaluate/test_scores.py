@@ -145,27 +145,21 @@ def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
 
 WRONG = [
     ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard'"),
-    ({"tasks": "arc_hard"}, "'arc_hard'"),
-    ({"tasks": ""}, "''"),
     ({"tasks": "piqa"}, "data of piqa"),
     ({"tasks": "piqa", "data": "nothing"}, "nothing"),
     ({"tasks": "paper7", "data": "."}, r"arc_easy\*\.jsonl"),
     ({"tasks": "piqa", "data": "two"}, r"piqa\*\.jsonl; .* several"),
     ({"limit": 0}, "limit is 0"),
-    ({"num_fewshot": -1}, "num_fewshot is -1"),
     ({"batch_size": "many"}, "batch_size is 'many'"),
     ({"dtype": "int8"}, "dtype is 'int8'"),
     ({"device": "abacus"}, "'abacus'"),
-    ({"backend": "cuda"}, "'cuda'"),
     ({"backend": "triton"}, "backend 'triton' .* float32"),
-    ({"text": "short.txt"}, "short.txt"),
 ]
 
 
 @pytest.mark.parametrize(("options", "words"), WRONG)
 def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
-    Path("short.txt").write_text("one two three")
     Path("two").mkdir()
     for number in (1, 2):
         Path(f"two/piqa_{number}.jsonl").write_text("{}")
@@ -173,31 +167,23 @@ def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, w
         evaluate.run(tiny_run, **options)
 
 
-def no_ends(model):
-    path = model / "tokenizer_config.json"
-    fields = json.loads(path.read_text())
-    ends = ("bos_token", "eos_token")
-    path.write_text(json.dumps({name: value for name, value in fields.items() if name not in ends}))
-
-
-def other_source(model):
-    path = model.parent / "config.yaml"
-    path.write_text(re.sub(r"source: .*tiny.jsonl", "source: nowhere.jsonl", path.read_text()))
-
-
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("file", "pattern", "words"),
     [
-        (no_ends, "run has neither bos_token nor eos_token"),
-        (shutil.rmtree, r"no config\.json"),
-        (other_source, r"nowhere\.jsonl.*run .*--source"),
+        (
+            "model/tokenizer_config.json",
+            '"[be]os_token": [^,]*,',
+            "neither bos_token nor eos_token",
+        ),
+        ("config.yaml", "(?<=source: ).*tiny.jsonl", r"\.jsonl.*--source"),
     ],
 )
-def test_a_model_that_lacks_a_part_is_refused(tiny_run, tmp_path, change, words):
-    run = shutil.copytree(tiny_run, tmp_path / "run")
-    change(run / "model")
+def test_a_model_that_lacks_a_part_is_refused(tiny_run, tmp_path, file, pattern, words):
+    path = shutil.copytree(tiny_run, tmp_path / "run") / file
+    other = "nowhere.jsonl" if file == "config.yaml" else ""
+    path.write_text(re.sub(pattern, other, path.read_text()))
     with pytest.raises((ValueError, FileNotFoundError), match=words):
-        evaluate.run(run)
+        evaluate.run(tmp_path / "run")
 
 
 def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capfd, monkeypatch):

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
-from twell.measure import imposed, runner, step
-from twell.measure.case import Case
+from twell.measure import imposed, runner
+from twell.measure.layer import Case
 from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
 from twell.sparse import float8, reference
@@ -83,38 +83,17 @@ def counts_of(x, w_gate):
     return (torch.relu(x.double() @ w_gate.double().t()) != 0).sum(1)
 
 
-def fresh_mask(num_tokens, num_neurons):
-    """Random rows with an empty one, a full one, and one with the first and last neuron alone."""
-    r = np.random.default_rng(SEED)
-    mask = r.random((num_tokens, num_neurons)) < r.random((num_tokens, 1)) ** 3
-    ends = np.isin(np.arange(num_neurons), (0, num_neurons - 1))
-    for row, value in zip(r.permutation(num_tokens)[:3], (False, True, ends), strict=False):
-        mask[row] = value
-    return mask
-
-
-def layer(num_tokens, gated=True, active=9.0, seed=SEED):
+def layer(num_tokens, gated=True, active=9.0):
     """x and weights in bf16."""
-    options = {"active": active, "device": "cpu", "seed": seed}
-    x, w_gate, w_up, w_down = synthetic_layer(num_tokens, K, N, **options)
+    x, w_gate, w_up, w_down = synthetic_layer(
+        num_tokens, K, N, active=active, device="cpu", seed=SEED
+    )
     return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
 
 
-def layer_step(num_tokens, gated=True, active=9.0):
-    """x, weights, and the gradients dy and dl1 that reach the layer."""
-    x, weights = layer(num_tokens, gated, active)
-    return x, weights, step.output_gradients(x)
-
-
-def dense_step(num_tokens, gated=True):
-    x, weights, gradients = layer_step(num_tokens, gated)
-    dense = step.DenseTraining(weights)
-    return step.Step(dense, dense, x, gradients)
-
-
-def case(num_tokens, gated=True, active=9.0):
+def case(num_tokens, gated=True, active=9.0, kind=Case, **options):
     inputs = synthetic_layer(num_tokens, K, N, active=active, device="cpu", seed=SEED)
-    return Case.of("skewed", inputs, gated=gated)
+    return kind(FakeGpu(), "skewed", inputs, gated=gated, **options)
 
 
 def model(dtype=torch.bfloat16, **changes):

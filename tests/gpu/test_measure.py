@@ -11,11 +11,10 @@ pytest.importorskip("triton")
 
 from twell.__main__ import main
 from twell.measure import decode, imposed, model, runner, serving
-from twell.measure.calibration import calibrate
+from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
 from twell.measure.providers import TRITON_COMPILED, model_providers
-from twell.measure.sides import Sides, embed, random_model
-from twell.measure.step import crossover
+from twell.measure.sides import Subject, embed, random_model
 from twell.measure.trainer import train_step
 from twell.sparse.plan import Chooser
 
@@ -62,12 +61,12 @@ def test_decoding_with_tuned_layers():
 
 
 def test_all_layers_share_the_compiled_code():
-    subject, _ = random_model("0.5b", SMALL, 64, torch.device("cuda"))
+    model, _ = random_model("0.5b", SMALL, 64, torch.device("cuda"))
     ids = imposed.draw_tokens(4096, 4, 64, device="cuda")
-    Sides(subject).become(TRITON_COMPILED)
+    Subject("0.5b", model, "flat", runner.Gpu()).become(TRITON_COMPILED)
     with torch.no_grad():
-        first, *layers = subject.model.layers
-        hidden, rotary = embed(subject, ids)
+        first, *layers = model.model.layers
+        hidden, rotary = embed(model, ids)
         hidden = first(hidden, position_embeddings=rotary)
         with torch._dynamo.config.patch(error_on_recompile=True):
             for layer in layers:
@@ -121,9 +120,9 @@ def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
     monkeypatch.setattr(Chooser, "path", noting)
     small = functools.partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=512)
     monkeypatch.setattr(serving, "ContinuousBatchingConfig", small)
-    load = serving.Load(requests=8, shortest=16, longest=200, new_tokens=8, cuda_graph=True)
+    load = {"requests": 8, "prompts": (16, 200), "new_tokens": 8, "cuda_graph": True}
     sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
-    rows = serving.serve("2b", sizes, load=load, active=24, seconds=1e-6)
+    rows = serving.serve("2b", sizes, **load, active=24, seconds=1e-6)
     assert [row["rounds"] for row in rows] == [1, 1, 1]
     assert {situation for situation, *_ in captured} == {"graph"}
     assert ("graph", True, "decode") in captured

@@ -1,31 +1,32 @@
-"""Inference of one layer: every provider is checked and timed; calibrations; wrong results."""
+"""One layer, forward and in training: every provider is checked and timed; wrong results."""
+
+import itertools
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from tests.factories.measure import SIZES, case, fresh_mask
+from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of
 from tests.factories.measure import run as by_reference
-from tests.factories.ops import as_sparse_ffn
-from twell import cli
-from twell.measure import calibration as calibrations
-from twell.measure import case as cases
-from twell.measure import layer
-from twell.measure.calibration import BEHIND, calibrate
+from tests.factories.measure import train as train_densely
+from tests.factories.ops import as_sparse_ffn, as_sparse_train
+from twell.measure import calibration, layer
+from twell.measure.calibration import BEHIND, calibrate, crossover
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import ffn
+from twell.measure.layer import Case, DenseLayer, Step, TrainingCase, ffn, sparse_step
 from twell.measure.rows import COLUMNS
-from twell.measure.step import ffn_steps
 from twell.sparse.calibration import DEPENDS_ON, Calibration
 
 ops = pytest.importorskip("twell.sparse.ops")
+from twell.sparse import training_ops  # noqa: E402
+
 PROVIDERS = ["dense eager", "dense torch.compile", "dense"]
 PROVIDERS += ["triton rowwise", "triton union", "triton decode", "auto"]
 
 
 def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "GRAPH_TOKENS", 20)
+    monkeypatch.setattr(layer, "GRAPH_TOKENS", 20)
     dense_kernels.shown = lambda call: call() is not None and [("nvjet", 0.5)] * 3 + [("other", 1)]
     rows = ffn([5, 24], [9], ["even", "skewed"], **SIZES, kernels=True, energy=True, out=tmp_path)
     assert all(list(row) == COLUMNS["ffn"] for row in rows)
@@ -53,10 +54,10 @@ def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
         options = {"activation": name, "gated": gated, "bias": bias, "mode": "stream"}
         rows = ffn([70], [9], **SIZES, **options)
         assert [row["provider"] for row in rows] == PROVIDERS
-        column = " ".join(["skewed", *[name] * (name != "relu"), *["biases"] * bias])
+        column = " ".join(["skewed", name, *["biases"] * bias])
         assert {row["pattern"] for row in rows} == {column}
         assert all(1e-4 < row["relative_rms"] < 1.5 * TOLERANCE["layer"] for row in rows)
-    monkeypatch.setattr(cases.float8, "why_not", lambda device: None)
+    monkeypatch.setattr(layer.float8, "why_not", lambda device: None)
     rows = ffn([70], [9], **SIZES, mode="stream")
     dense = ["dense FP8 torch.compile", "dense FP8 by tensors torch.compile"]
     paths = [f"triton {path} FP8" for path in ("dense", "rowwise", "union", "decode")]
@@ -70,8 +71,7 @@ def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     compiled = []
-    compile_ = lambda function, **_: compiled.append(function) or function  # noqa: E731
-    monkeypatch.setattr(torch, "compile", compile_)
+    monkeypatch.setattr(torch, "compile", lambda part, **_: compiled.append(part) or part)
     rows = ffn([24], [9], **SIZES, mode=mode)
     assert [row["provider"] for row in rows] == PROVIDERS
     assert {(row["mode"], row["weight_sets"], row["p50"]) for row in rows} == {(mode, 8, 0.125)}
@@ -79,24 +79,9 @@ def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     assert len(compiled) == 8 * (1 + 5 * (mode == "compiled"))
 
 
-def test_recorded_rows_have_the_activity_of_their_masks(dense_kernels):
-    masks = {"a": fresh_mask(20, 40), "b": fresh_mask(10, 30)}
-    options = {"patterns": ["recorded"], "gated": False, "masks": masks}
-    for measured, hidden_size in ((ffn, 16), (ffn_steps, 32)):
-        rows = measured([25], hidden_size=hidden_size, **options)
-        assert {row["pattern"] for row in rows} == {"recorded a", "recorded b"}
-        for name, mask in masks.items():
-            length = min(len(mask), hidden_size)  # as many tokens as the hidden size allows
-            mask = mask[np.arange(25) % length]
-            own = [row for row in rows if row["pattern"] == f"recorded {name}"]
-            assert {row["intermediate_size"] for row in own} == {mask.shape[1]}
-            activity = round(mask.sum() / 25, 2), mask.sum(1).max(), mask.any(0).sum()
-            assert {(row["active"], row["active_max"], row["union"]) for row in own} == {activity}
-
-
 def test_paths_that_would_take_too_long_are_left_out(monkeypatch):
-    monkeypatch.setattr(cases, "DECODE_TOKENS", 20)
-    monkeypatch.setattr(cases, "ROWWISE_ENTRIES", 70 * 4)
+    monkeypatch.setattr(layer, "DECODE_TOKENS", 20)
+    monkeypatch.setattr(layer, "ROWWISE_ENTRIES", 70 * 4)
     assert case(20).paths() == ["dense", "rowwise", "union", "decode"]
     assert case(70).paths() == ["dense", "union"]
 
@@ -110,11 +95,104 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
 
     monkeypatch.setattr(ops, "sparse_ffn", as_sparse_ffn(run))
     if wrong == "auto":
-        monkeypatch.setattr(cases.Case, "paths", lambda self: ["dense"])
+        monkeypatch.setattr(Case, "paths", lambda self: ["dense"])
         monkeypatch.setattr("twell.sparse.plan.Chooser.path", lambda *_: "union")
     with pytest.raises(ArithmeticError, match=f"{wrong} at .* 24 tokens  skewed .* is wrong"):
         ffn([24], [9], **SIZES, mode="stream", out=tmp_path)
     assert not dense_kernels.timed and not list(tmp_path.iterdir())
+
+
+def test_a_small_grid_is_measured_by_commands(gpu, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(layer.subprocess, "run", lambda words, check: commands.append(words))
+    assert layer.small_grid(tmp_path) == tmp_path
+    assert ["--backward" in words for words in commands] == [False, True]
+    assert all(words[1:5] == "-m twell measure ffn".split() for words in commands)
+    assert all(words[-2:] == ["--out", str(tmp_path)] for words in commands)
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("path", training_ops.TRAIN_PATHS)
+@pytest.mark.slow  # tests/kernels has the operators
+def test_the_sparse_step_is_correct(path, gated):
+    given = case(20, gated, active=4, kind=TrainingCase)  # few entries, generous limit
+    sparse = sparse_step(given, path)
+    assert sparse.path == path
+    assert given.exact.check_step(sparse.tensors(), path)[1] > 0
+
+
+def dense_step(num_tokens):
+    given = case(num_tokens, kind=TrainingCase)
+    dense = DenseLayer(given.sets[0])
+    return Step(dense, dense.with_l1, given.x, given.gradients())
+
+
+def test_the_dense_baseline_holds_no_more_than_it_needs():
+    """x and three matrices of all neurons: 592 MiB for 16,384 tokens of 2048 x 5632."""
+    dense, saved = dense_step(70), {}
+    pack = lambda t: saved.setdefault(t.data_ptr(), t)  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        dense.function(dense.leaves["x"])
+    given = {leaf.data_ptr() for name, leaf in dense.leaves.items() if name != "x"}
+    own = [t for pointer, t in saved.items() if pointer not in given]
+    assert sum(t.nbytes for t in own) == 2 * 70 * (K + 3 * N)
+
+
+def test_each_step_has_gradients_of_its_own_and_bytes_held_between_the_passes():
+    dense, gpu = dense_step(70), FakeGpu()
+    first, second = dense.tensors(), dense.tensors()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not first["dx"].eq(0).all()
+    assert all(leaf.grad is None for leaf in dense.leaves.values())
+    gpu.bytes = iter([10**6, 10**7, 10**8])
+    outputs = 2 * 70 * K + 4 * 70
+    held = 9 * 10**6 - outputs + 2 * 70 * K
+    assert dense.memory(gpu) == {"held": held, "peak": 10**8 - 10**6}
+
+
+@pytest.mark.parametrize("mode", ["stream", "eager"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_of_training_say_what_was_measured(dense_kernels, tmp_path, mode, gated):
+    dense_kernels.shown = lambda call: call() and [("nvjet", 0.5)] * 3
+    options = SIZES | {"kernels": True, "energy": True, "out": tmp_path, "mode": mode}
+    rows = ffn([70, 130], [20], ["even", "skewed"], **options, gated=gated, backward=True)
+    assert all(list(row) == COLUMNS["training"] for row in rows)
+    table = pd.read_csv(tmp_path / "training.csv")
+    sparse = {"stream": ["triton union", "triton hybrid"], "eager": ["triton"]}[mode]
+    assert list(table["provider"]) == 4 * ["dense eager", "dense torch.compile", *sparse]
+    paths = {"stream": training_ops.TRAIN_PATHS, "eager": ["union"]}[mode]
+    assert list(table["path"]) == 4 * ["dense", "dense", *paths] and set(table["mode"]) == {mode}
+    # 1.5 times what it needs, which SparseTraining knows after a first step.
+    assert (table["capacity"].notna() == (table["path"] != "dense")).all()
+    assert table["capacity"].dropna().between(1.4 * table["active"].min(), 96).all()
+    assert (table["relative_rms"] < TOLERANCE["layer"]).all()
+    assert set(table["worst"]) <= {"y", "dx", "dw_gate", "dw_up", "dw_down"}
+    assert (table["held"] == 500_000 - 4 * table["tokens"]).all() and (table["p50"] == 1).all()
+    assert table["energy"].notna().all() and table["watts"].notna().all()
+    parts = pd.read_csv(tmp_path / "training_kernels.csv")
+    assert list(parts["provider"]) == list(table["provider"]) and set(parts["ms"]) == {1.5}
+
+
+@pytest.mark.parametrize("wrong", ["dw_gate", "l1"])
+def test_a_wrong_step_is_found_and_earlier_rows_are_kept(
+    dense_kernels, tmp_path, monkeypatch, wrong
+):
+    def train(path, capacity, x, w_gate, *tensors, **options):
+        busy = float(counts_of(x.detach(), w_gate.detach()).double().mean()) > 15
+        if wrong == "dw_gate" and busy and w_gate.requires_grad:
+            w_gate = w_gate.view_as(w_gate)
+            w_gate.register_hook(lambda gradient: 0.98 * gradient)
+        result = train_densely(path, capacity, x, w_gate, *tensors, **options)
+        return result._replace(l1=(1.02 if wrong == "l1" and busy else 1) * result.l1)
+
+    monkeypatch.setattr(training_ops, "sparse_train", as_sparse_train(train))
+    message = f"^{wrong} of triton union at .* 70 tokens  skewed .* is wrong"
+    with pytest.raises(ArithmeticError, match=message):
+        ffn([70], [9, 20, 30], **SIZES, backward=True, out=tmp_path)
+    assert len(pd.read_csv(tmp_path / "training.csv")) == 4  # of the first level
 
 
 # --- calibrations -----------------------------------------------------------------------------
@@ -136,11 +214,11 @@ def timed(dense_kernels, monkeypatch):
         return run("dense", x, *(p.weight for p in (self.gate_proj, self.up_proj, self.down_proj)))
 
     monkeypatch.setattr(ops, "sparse_ffn", as_sparse_ffn(run))
-    monkeypatch.setattr(cases.DenseLayer, "forward", dense)
-    monkeypatch.setattr(calibrations, "WEIGHT_SETS", 1)
-    monkeypatch.setattr(calibrations, "WAITING", 0)
-    monkeypatch.setattr(calibrations, "FLOOR_TOKENS", (1, 8, 32))
-    monkeypatch.setattr(cases, "GRAPH_TOKENS", 8)
+    monkeypatch.setattr(DenseLayer, "forward", dense)
+    monkeypatch.setattr(Case, "weight_sets", 1)
+    monkeypatch.setattr(calibration, "WAITING", 0)
+    monkeypatch.setattr(calibration, "FLOOR_TOKENS", (1, 8, 32))
+    monkeypatch.setattr(layer, "GRAPH_TOKENS", 8)
     return log
 
 
@@ -167,10 +245,23 @@ def test_a_calibration_holds_its_times(timed, tmp_path):
             assert len(ratios) == len(curve) or ratios[-1] > BEHIND
 
 
-def test_a_small_grid_is_measured_by_commands(gpu, tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(layer.subprocess, "run", lambda words, check: commands.append(words))
-    assert layer.small_grid(tmp_path) == tmp_path
-    layers, training = (cli.parse(words[3:])[1] for words in commands)
-    assert layers["kernels"] and training["backward"] and not layers["backward"]
-    assert layers["out"] == training["out"] == tmp_path
+@pytest.mark.parametrize("pays, gated", [(17.0, True), (17.0, False), (0.5, True), (1e3, True)])
+def test_at_the_crossover_both_take_as_long(dense_kernels, monkeypatch, pays, gated):
+    """Sparse steps take the ms of a formula; `pays` neurons are where they take as long as dense."""
+    levels = []
+
+    def train(path, capacity, x, w_gate, w_up, *tensors, **options):
+        first = (w_up if w_gate is None else w_gate).detach()
+        levels.append(float(counts_of(x.detach(), first).double().mean()))
+        dense_kernels.spend((levels[-1] / pays) ** 0.5)
+        return train_densely(path, capacity, x, w_gate, w_up, *tensors, **options)
+
+    monkeypatch.setattr(training_ops, "sparse_train", as_sparse_train(train))
+    monkeypatch.setattr(calibration, "CROSSOVER_SHARES", (0.02, 0.1, 0.3, 0.6))  # of 96 neurons
+    result = crossover(K, N, tokens=70, gated=gated)
+    # No level after the first slower one.
+    active = [level for level, _ in itertools.groupby(levels)]
+    assert active == sorted(active) and len(active) == {0.5: 1, 17.0: 3, 1e3: 4}[pays]
+    # p50 has four digits.
+    expected = {0.5: 0, 17.0: 17.0, 1e3: active[-1]}[pays]
+    assert result == pytest.approx(expected, rel=5e-3)

@@ -9,60 +9,55 @@ from study import record
 from tests.factories.measure import TINY, K, N
 from twell.__main__ import main
 from twell.measure import layer, trainer
-from twell.measure.calibration import calibrate
+from twell.measure.calibration import calibrate, crossover
 from twell.measure.layer import ffn
 from twell.measure.model import language_model
-from twell.measure.step import crossover, ffn_steps
 from twell.measure.trainer import train_step
 
 pytest.importorskip("triton")
-UNWRITABLE = "cannot be written: name a file in a folder that exists"
 LAYER = [
-    ({"patterns": ["evn"]}, "pattern 'evn' is unknown; use one of even, skewed, recorded"),
-    ({"tokens": [4, 0]}, "tokens holds 0; it has to be at least 1"),
-    ({"hidden_size": 0}, "hidden_size is 0; the kernels need a multiple of 16"),
-    ({"intermediate_size": 0}, "intermediate_size is 0; it has to be at least 1"),
-    ({"kernels": True}, "say in which folder"),
-    ({"out": "."}, r"(ffn|training).csv has the columns"),
+    ({"patterns": ["evn"]}, "pattern 'evn' is unknown"),
+    ({"tokens": [4, 0]}, "tokens holds 0"),
+    ({"hidden_size": 0}, "hidden_size is 0"),
+    ({"intermediate_size": 0}, "intermediate_size is 0"),
+    ({"kernels": True}, "out"),
+    ({"out": "."}, "ffn.csv has the columns"),
+    ({"mode": "fast"}, "mode 'fast' is unknown"),
+    ({"activation": "drelu", "gated": False}, "'drelu' needs a gate"),
+    ({"mode": "graph", "backward": True}, "mode 'graph' is unknown"),
+    ({"bias": True, "backward": True}, "biases"),
+    ({"out": ".", "backward": True}, "training.csv has the columns"),
 ]
 STEPS = [
-    ({"active": 0}, "active is 0; it has to be above 0 and below 2816"),
-    ({"profile": "hump"}, "profile 'hump' is unknown; use one of paper, flat"),
+    ({"active": 0}, "active is 0"),
+    ({"profile": "hump"}, "profile 'hump' is unknown"),
     ({"out": "."}, "train_step.csv has the columns"),
-    ({"overrides": ["micro_batch=-1"]}, "micro_batch is -1; it has to be at least 1"),
-    ({"overrides": ["precision=fp32"]}, "precision is 'fp32'; the sparse path of training needs"),
+    ({"overrides": ["micro_batch=-1"]}, "micro_batch is -1"),
+    ({"overrides": ["precision=fp32"]}, "precision is 'fp32'"),
 ]
 MODEL = [
     ({"size": "no"}, "no configuration no"),
-    ({"active": None}, "active: the paper has no model 'quick'; say how many neurons"),
-    ({"active": [96]}, "each of 3 layers can have more than 0 and less than 96 active neurons"),
-    ({"profile": "hump"}, "profile 'hump' is unknown; use one of paper, flat"),
-    ({"shapes": [(4, 0)]}, "shapes holds 0; it has to be at least 1"),
-    ({"shapes": [], "layers": True}, "layers: measured on the first of the batches, and there"),
-    ({"tuned": True}, "tuned: decoding is timed so with compiled layers"),
-    ({"layers": True, "ordered": True}, "layers: they are timed in the text's order"),
-    ({"overrides": [*TINY, "activation=silu"]}, "quick has the activation 'silu'; sparse"),
+    ({"active": [96]}, "active is 96, 96, 96; .* less than 96"),
+    ({"profile": "hump"}, "profile 'hump' is unknown"),
+    ({"shapes": [(4, 0)]}, "hold 0; it has to be at least 1"),
+    ({"tuned": True}, "tuned: decoding"),
+    ({"overrides": [*TINY, "activation=silu"]}, "quick has the activation 'silu'"),
     ({"out": "."}, r"decode.csv has the columns \['tokens', 'active'"),
 ]
 SHAPE = {"hidden_size": K, "intermediate_size": N}
 GIVEN = {"size": "quick", "overrides": TINY, "shapes": [(2, 32)], "active": [20]}
+SMALL = {"model": "quick", "overrides": [*TINY, "precision=bf16"]}
 CASES = [(ffn, {"tokens": [4]} | options, words) for options, words in LAYER]
-CASES += [(ffn_steps, {"tokens": [4]} | options, words) for options, words in LAYER]
-CASES += [(ffn, {"tokens": [4], "mode": "fast"}, "mode 'fast' is unknown; use one of stream, gr")]
-CASES += [(ffn, {"tokens": [4], "activation": "drelu", "gated": False}, "'drelu' needs a gate")]
-CASES += [(ffn_steps, {"tokens": [4], "mode": "graph"}, "'graph' is unknown for steps; use one of")]
-CASES += [(train_step, options, words) for options, words in STEPS]
+CASES += [(train_step, SMALL | options, words) for options, words in STEPS]
 CASES += [(language_model, GIVEN | options, words) for options, words in MODEL]
-CASES += [(calibrate, SHAPE | {"out": out}, UNWRITABLE) for out in ("none/c.json", ".")]
-CASES += [(calibrate, SHAPE | {"hidden_size": 33, "out": "c.json"}, "hidden_size is 33")]
-CASES += [(crossover, SHAPE | {"hidden_size": 33}, "hidden_size is 33; the kernels need a mult")]
+CASES += [(calibrate, SHAPE | {"hidden_size": 33}, "hidden_size is 33")]
 CASES += [(crossover, SHAPE | {"tokens": 0}, "tokens holds 0")]
 
 
 @pytest.mark.parametrize("measured, options, words", CASES)
 def test_mistakes_are_named(dense_kernels, tmp_path, monkeypatch, measured, options, words):
-    monkeypatch.setattr(layer, "cases", lambda *_, **__: pytest.fail("measured something"))
-    monkeypatch.setattr(trainer, "Trainer", lambda *_: pytest.fail("built something"))
+    monkeypatch.setattr(layer, "Exact", None)  # nothing is computed
+    monkeypatch.setattr(trainer, "adamw", None)
     monkeypatch.chdir(tmp_path)
     for name in ("ffn", "training", "train_step", "decode"):
         (tmp_path / f"{name}.csv").write_text("tokens,active,device\n1,2,x\n")
@@ -72,15 +67,12 @@ def test_mistakes_are_named(dense_kernels, tmp_path, monkeypatch, measured, opti
 
 
 MEASURED = re.compile("twell measure (?!quality)")  # which needs no GPU
-
-
-def recorded_commands():
-    commands = [command for commands in record.MEASURED.values() for command in commands]
-    return [c.removeprefix("twell ").split() for c in commands if MEASURED.match(c)]
+RECORDED = [command for commands in record.MEASURED.values() for command in commands]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-@pytest.mark.parametrize("command", recorded_commands(), ids=" ".join)
-def test_the_commands_that_record_rows_are_understood(command, tmp_path, capsys):
-    assert main([part.format(out=tmp_path, corpus=tmp_path) for part in command]) == 2
-    assert "measuring needs a GPU, and torch sees none" in capsys.readouterr().err
+def test_the_commands_that_record_rows_are_understood(tmp_path, capsys):
+    commands = [c.removeprefix("twell ").split() for c in RECORDED if MEASURED.match(c)]
+    for command in commands:
+        assert main([part.format(out=tmp_path, corpus=tmp_path) for part in command]) == 2, command
+        assert "measuring needs a GPU, and torch sees none" in capsys.readouterr().err

@@ -12,11 +12,12 @@ import twell
 from tests.factories import SEED, measure
 from twell.measure import imposed
 from twell.measure.precision import quality
-from twell.measure.providers import Provider
 from twell.measure.rows import COLUMNS
 from twell.sparse import float8
 
 NAMES = "dense eager,dense FP8 eager,reference FP8,dense FP8 all eager,reference FP8 all".split(",")
+FFN, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
+IN_FP8 = (), FFN, FFN[:2], FFN + ATTENTION, FFN[:2] + ATTENTION  # projections by row
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,13 @@ class Rounded(nn.Module):
         return (rows @ self.weight.t()).bfloat16().view(*x.shape[:-1], -1)
 
 
-def exact(model, sequences, names, attention):
+def exact(model, sequences, names):
     """The summed loss of each sequence, with these projections of every layer in FP8."""
     model = copy.deepcopy(model)
     for layer in model.model.layers:
-        for module in (layer.mlp, layer.self_attn)[: 1 + attention]:
-            for name in names if module is layer.mlp else ("q_proj", "k_proj", "v_proj", "o_proj"):
-                setattr(module, name, Rounded(getattr(module, name)))
+        for name in names:
+            module = layer.mlp if name in FFN else layer.self_attn
+            setattr(module, name, Rounded(getattr(module, name)))
     losses = []
     for sequence in sequences:
         ids = torch.tensor([sequence])
@@ -62,45 +63,32 @@ def exact(model, sequences, names, attention):
 
 def test_rows_are_the_losses_of_quantised_models(model, sequences, tmp_path):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    said = []
-    rows = quality("tiny", model, sequences, batch=4, source="x", out=tmp_path, say=said.append)
+    rows = quality("tiny", model, sequences, batch=4, source="x", out=tmp_path)
     table = pd.read_csv(tmp_path / "quality.csv").set_index("provider")
     assert list(table.index) == NAMES and all(list(row) == COLUMNS["quality"] for row in rows)
-    assert [Provider.parse(name).name for name in NAMES] == NAMES
     state = model.state_dict()
     assert list(state) == list(before) and model.config.ffn_backend == "dense"
     assert all(torch.equal(state[name], before[name]) for name in before)
 
     known = sequences[:-1]  # the last one has nothing to predict
-    predicted = sum(map(len, known)) - len(known)
-    assert (table["tokens"] == predicted).all() and (table["sequences"] == len(known)).all()
-    ffn, sparse = ("gate_proj", "up_proj", "down_proj"), ("gate_proj", "up_proj")
-    cases = ((), False), (ffn, False), (sparse, False), (ffn, True), (sparse, True)
-    losses = [exact(model, known, *case).sum() / predicted for case in cases]
-    assert np.allclose(table["cross_entropy"], losses, atol=2e-4)
-    assert np.allclose(table["difference"], table["cross_entropy"] - losses[0], atol=2e-4)
+    predicted = np.array([len(sequence) - 1 for sequence in known])
+    assert (table["tokens"] == predicted.sum()).all() and (table["sequences"] == len(known)).all()
+    losses = [exact(model, known, names) for names in IN_FP8]
+    means = [loss.sum() / predicted.sum() for loss in losses]
+    assert np.allclose(table["cross_entropy"], means, atol=2e-4)
+    assert np.allclose(table["difference"], table["cross_entropy"] - means[0], atol=2e-4)
     for one, other in ((1, 2), (3, 4)):
         distance = table["cross_entropy"].iloc[other] - table["cross_entropy"].iloc[one]
         assert table["dense_difference"].iloc[other] == pytest.approx(distance, abs=1e-5)
     assert (table["difference"].iloc[1:].abs() > 1e-6).all()
-    for prefix in ("", "dense_"):
-        ends = (table[f"{prefix}{name}"] for name in ("low", "difference", "high"))
-        low, middle, high = ends
-        assert ((low <= middle) & (middle <= high)).all()
     assert (table.filter(like="dense_").iloc[[0, 1, 3]] == 0).all(axis=None)
     assert (table["active"] - 20).abs().max() < 6
-
-
-def test_intervals_are_over_sequences(model, sequences, monkeypatch):
-    """Alike sequences leave no doubt; the interval of different ones has about normal's width."""
+    # The interval of different sequences has about normal's width; alike ones leave no doubt.
+    rows = pd.DataFrame(quality("tiny", model, sequences[:9], batch=3))
+    width = 2 * 1.96 * ((losses[1] - losses[0])[:9] / 29).std() / 3
+    assert rows["high"][1] - rows["low"][1] == pytest.approx(width, rel=0.25)
     alike = quality("tiny", model, [sequences[0]] * 5, batch=1)
     assert all(row["low"] == row["difference"] == row["high"] for row in alike)
-    row = quality("tiny", model, sequences[:9], batch=3)[1]
-    ffn = "gate_proj", "up_proj", "down_proj"
-    pair = (exact(model, sequences[:9], *case) for case in ((ffn, False), ((), False)))
-    means = np.subtract(*pair) / 29
-    width = 2 * 1.96 * means.std() / 3
-    assert row["high"] - row["low"] == pytest.approx(width, rel=0.25)
 
 
 @pytest.mark.parametrize(

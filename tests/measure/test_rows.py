@@ -4,55 +4,36 @@ import pandas as pd
 import pytest
 
 from twell import measure, results
-from twell.measure.providers import (
-    AUTO,
-    COMPILED,
-    DENSE_KERNELS,
-    SPARSE_PATHS,
-    TUNED,
-    Provider,
-    model_providers,
-)
+from twell.measure.providers import AUTO, COMPILED, DENSE_KERNELS, SPARSE_PATHS, TUNED, Provider
 from twell.measure.rows import COLUMNS, Rows
 
 BENCH = results.root() / "data" / "bench"
 
 
 def test_rows_have_the_columns_of_their_file_and_one_date(tmp_path):
-    rows, memory = Rows(tmp_path, ["ceilings", "ffn"]), Rows(None, ["ceilings"])
-    given = {"unit": "GB/s", "more": 1, "metric": "copy"}
+    rows, memory = Rows(tmp_path, "kernels", "ffn"), Rows(None, "kernels")
     for one in (rows, memory):
-        one.add("ceilings", [given | {"value": 2.0}])
-        one.add("ceilings", [given | {"value": 3.0}])
+        one.add("kernels", [{"kernel": "copy", "more": 1, "ms": 2.0}])
+        one.add("kernels", [{"kernel": "copy", "ms": 3.0}])
     rows.add("ffn", [])
-    assert rows.by_file["ceilings"] == memory.by_file["ceilings"]
-    assert [list(row) for row in rows.by_file["ceilings"]] == 2 * [COLUMNS["ceilings"]]
-    table = pd.read_csv(tmp_path / "ceilings.csv")
-    assert list(table["value"]) == [2, 3] and table["date"].nunique() == 1
-    assert list(table.columns)[:3] == COLUMNS["ceilings"] and "device" in table
+    assert rows.by_file["kernels"] == memory.by_file["kernels"]
+    assert [list(row) for row in rows.by_file["kernels"]] == 2 * [COLUMNS["kernels"]]
+    table = pd.read_csv(tmp_path / "kernels.csv")
+    assert list(table["ms"]) == [2, 3] and table["date"].nunique() == 1 and "device" in table
     assert not (tmp_path / "ffn.csv").exists()
-    with pytest.raises(KeyError, match="unit"):
-        rows.add("ceilings", [{"metric": "copy", "value": 2.0}])
-
-
-def test_unfit_files_are_refused(tmp_path):
     (tmp_path / "ffn.csv").write_text("tokens,active,device\n1,2,x\n")
-    (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"ffn.csv has the columns \['tokens', 'active', 'device'"):
-        Rows(tmp_path, ["ceilings", "ffn"])
-    with pytest.raises(NotADirectoryError, match="file is a file"):
-        Rows(tmp_path / "file", ["training", "ceilings"])
-    assert Rows(tmp_path, ["ceilings"])
+        Rows(tmp_path, "kernels", "ffn")
+    with pytest.raises(NotADirectoryError, match="ffn.csv is a file"):
+        Rows(tmp_path / "ffn.csv", "training")
 
 
-def test_recorded_files_have_these_columns():
+def test_recorded_files_have_these_columns_and_names_that_are_parsed():
+    names = set()
     for name, columns in COLUMNS.items():
-        assert list(pd.read_csv(BENCH / f"{name}.csv", nrows=0))[: len(columns)] == columns, name
-
-
-def test_recorded_names_are_parsed_and_written_alike():
-    tables = [pd.read_csv(path) for path in BENCH.glob("*.csv")]
-    names = {name for table in tables for name in table.get("provider", [])}
+        table = pd.read_csv(BENCH / f"{name}.csv")
+        assert list(table)[: len(columns)] == columns, name
+        names |= {*table.get("provider", [])}
     assert len(names) > 10
     for name in names:
         provider = Provider.parse(name)
@@ -71,17 +52,5 @@ def test_names_that_are_none_are_refused():
             Provider.parse(name)
 
 
-def test_the_providers_of_a_model_are_those_of_its_compilations():
-    eager, compiled, tuned = (
-        [Provider(backend, None, kind) for backend in ("dense", "triton", "auto")]
-        for kind in ("eager", COMPILED, TUNED)
-    )
-    assert model_providers(None, True) == eager + compiled + tuned
-    assert model_providers(True) == compiled and model_providers(False) == eager
-
-
 def test_the_face_of_the_package_loads():
-    for name in measure.__all__:
-        assert getattr(measure, name) is not None and name in dir(measure)
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        measure.nothing  # noqa: B018
+    assert all(getattr(measure, name) is not None for name in measure.__all__)

@@ -1,5 +1,7 @@
 """Checks before times, turns, energy and kernels, by a clock of our own."""
 
+import sys
+
 import pytest
 import torch
 
@@ -52,9 +54,6 @@ def test_energy_is_that_of_one_call(turns, flush):
         assert (columns[name]["p50"], columns[name]["watts"]) == (ms / 4, 20)
         assert columns[name]["energy"] == pytest.approx(20 * ms / 4, rel=1e-3)
     assert case.gpu.now > 2 * runner.ENERGY_MS  # a second of each
-    unmetered = Timed(metered=False)
-    unmetered.gpu.meter = case.gpu.meter
-    assert "energy" not in bench(unmetered, "a", turns)["a"]
 
 
 def test_a_turn_has_as_many_runs_as_its_time_allows():
@@ -67,38 +66,33 @@ def test_a_turn_has_as_many_runs_as_its_time_allows():
 
 def test_without_a_gpu_or_a_meter_the_reason_is_given(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match="measuring needs a GPU, and torch sees none"):
+    with pytest.raises(RuntimeError, match="needs a GPU"):
         runner.Gpu()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     assert runner.Gpu(energy=True).meter is None
-    assert "energy is not measured: the package nvidia-ml-py" in capsys.readouterr().out
+    assert "energy is not measured" in capsys.readouterr().out
 
 
-# --- kernels ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, short",
-    [
-        ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", "cublas matmul"),
-        ("void cublasLt::splitKreduce_kernel<32, 16, int>(cublasLt::x)", "cublas matmul"),
-        ("triton_poi_fused__unsafe_view_mul_relu_0", "elementwise"),
-        ("void at::native::vectorized_elementwise_kernel<4, at::native::relu>(int)", "elementwise"),
-        ("Memset (Device)", "copy"),
-        ("rowwise_kernel", "rowwise_kernel"),
-        ("void mine<3>(int)", "mine"),
-    ],
-)
-def test_kernels_have_short_names(name, short):
-    assert runner.kernel_name(name) == short
-
-
-def test_kernel_times_are_means_over_calls():
+def test_kernel_times_are_means_over_calls_by_short_names():
     gpu = FakeGpu()
-    gpu.shown = lambda call: [("nvjet_a", 1.0), ("gate_kernel", 0.1), ("nvjet_b", call())]
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "cublas matmul",
+        "void cublasLt::splitKreduce_kernel<32, 16, int>(cublasLt::x)": "cublas matmul",
+        "triton_poi_fused__unsafe_view_mul_relu_0": "elementwise",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::relu>(int)": "elementwise",
+        "Memset (Device)": "copy",
+        "rowwise_kernel": "rowwise_kernel",
+        "void mine<3>(int)": "mine",
+    }
+    gpu.shown = lambda call: [(name, call()) for name in names]
     rows = runner.kernel_rows(gpu, [lambda: 0.5, lambda: 1.0, lambda: 1.5])
-    assert rows == [
-        {"kernel": "cublas matmul", "launches": 2.0, "ms": 2.0},
-        {"kernel": "gate_kernel", "launches": 1.0, "ms": 0.1},
-    ]
+    times = {row["kernel"]: (row["launches"], row["ms"]) for row in rows}
+    twice, once = (2.0, 2.0), (1.0, 1.0)
+    assert times == {
+        "cublas matmul": twice,
+        "elementwise": twice,
+        "copy": once,
+        "rowwise_kernel": once,
+        "mine": once,
+    }

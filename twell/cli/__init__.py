@@ -21,85 +21,29 @@ from twell.cli import (
     info,
     inspect,
     layer,
-    measure_calibrate,
-    measure_ffn,
-    measure_model,
-    measure_quality,
-    measure_serve,
-    measure_train_step,
+    measure,
     relufy,
     runs,
     trace,
     train,
 )
+from twell.cli.common import add, group
 
 DEBUG = "--debug"
-MODELS, RESULTS = "Models", "Results and machine"
+RESULTS = "Results and machine"
 PACKAGE = Path(__file__).parent.parent
 # A library that raises one of these has met a fault; this package raises them for bad input.
 REFUSALS = ValueError, IndexError, RuntimeError, ArithmeticError
 UsageError = typer.BadParameter.__base__  # Typer has no public name for it
 
-
-SETTINGS = {
-    "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
-    "token_normalize_func": lambda name: name.replace("_", "-"),
-}
-
-
-def _app(description: str) -> typer.Typer:
-    return typer.Typer(
-        help=description,
-        add_completion=False,
-        rich_markup_mode="markdown",
-        no_args_is_help=True,
-        context_settings=SETTINGS,
-    )
-
-
-def _add(group: typer.Typer, module, name: str, panel: str | None = None) -> None:
-    about = {"epilog": f"Example: {module.EXAMPLE}", "context_settings": SETTINGS}
-    group.command(name, **about, rich_help_panel=panel)(module.command)
-
-
-app = _app(
+app = group(
     "Sparse feed-forward layers for language models. With --debug, bad input prints its traceback."
 )
-_add(app, train, "train", MODELS)
-_add(app, relufy, "relufy", MODELS)
-_add(app, trace, "trace", MODELS)
-_add(app, inspect, "inspect", MODELS)
-_add(app, atlas, "atlas", MODELS)
-_add(app, evaluate, "evaluate", MODELS)
-_add(app, export, "export", MODELS)
-_add(app, layer, "layer", MODELS)
-measure = _app("Time layers and models on this GPU. A result is checked before it is timed.")
-_add(measure, measure_ffn, "ffn")
-_add(measure, measure_train_step, "train-step")
-_add(measure, measure_model, "model")
-_add(measure, measure_calibrate, "calibrate")
-_add(measure, measure_quality, "quality")
-_add(measure, measure_serve, "serve")
-app.add_typer(measure, name="measure", rich_help_panel=RESULTS)
-_add(app, runs, "runs", RESULTS)
-_add(app, info, "info", RESULTS)
-
-
-def parse(arguments: list[str]) -> tuple[list[str], dict]:
-    """Return the words of a command and the values of its parameters, without running it.
-
-    The values are empty where help is asked for. Raises ValueError for an unknown command or
-    option, and for a value of a wrong type.
-    """
-    words, command = _find(arguments)
-    try:
-        with command.make_context("twell", arguments[len(words) :]) as context:
-            return words, context.params
-    except typer.Exit:  # after its help
-        return words, {}
-    except UsageError as error:
-        raise ValueError(error.format_message()) from None
+for module in (train, relufy, trace, inspect, atlas, evaluate, export, layer):
+    add(app, module.command, module.__name__.split(".")[-1], module.EXAMPLE, "Models")
+app.add_typer(measure.app, name="measure", rich_help_panel=RESULTS)
+for module in (runs, info):
+    add(app, module.command, module.__name__.split(".")[-1], module.EXAMPLE, RESULTS)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     debug, arguments = DEBUG in arguments, [word for word in arguments if word != DEBUG]
-    words, command = _find(arguments)
+    words, command = find(arguments)
     name = " ".join(["twell", *words])
     try:
         with command.make_context(name, arguments[len(words) :]) as context:
@@ -144,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _find(arguments: list[str]) -> tuple[list[str], typer.core.TyperCommand]:
+def find(arguments: list[str]) -> tuple[list[str], typer.core.TyperCommand]:
     """Return the words that name a command, such as measure and ffn, and the command."""
     words, command = [], typer.main.get_command(app)
     for word in arguments:

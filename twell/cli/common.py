@@ -1,23 +1,49 @@
-"""What commands share: kinds of options, and checks of texts and of files to write."""
+"""What commands share: groups, kinds of options, and checks of texts and of files to write."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 # Where results go; git ignores these folders. Recorded results were written to data/ by --out.
-RUNS, BENCH, BUILD = Path("runs"), Path("build/bench"), Path("build")
-INPUT, OUTPUT, LAYER, RANDOM = "Input", "Output", "Layer", "Random weights"
+RUNS, BUILD = Path("runs"), Path("build")
+INPUT, OUTPUT = "Input", "Output"
+SETTINGS = {
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 100,
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+}
 
 
-def option(text: str, panel: str | None = None, *, name: str | None = None, metavar=None):
+def group(description: str) -> typer.Typer:
+    """Return an empty group of commands."""
+    return typer.Typer(
+        help=description,
+        add_completion=False,
+        rich_markup_mode="markdown",
+        no_args_is_help=True,
+        context_settings=SETTINGS,
+    )
+
+
+def add(app: typer.Typer, command: Callable, name: str, example: str, panel: str | None = None):
+    """Add a command to a group, with an example in its help."""
+    about = {"epilog": f"Example: {example}", "context_settings": SETTINGS}
+    app.command(name, **about, rich_help_panel=panel)(command)
+
+
+def option(text: str, panel: str | None = None, *, metavar: str | None = None):
     """Return a Typer option with a help text, in a panel of the help."""
-    names = [name] if name else []
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar)
+    return typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
+
+
+def flag(name: str, text: str, panel: str | None = None):
+    """Return a Typer option that is given or not."""
+    return typer.Option(name, help=text, rich_help_panel=panel)
 
 
 Model = Annotated[
@@ -37,8 +63,8 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-Overwrite = Annotated[bool, option("Replace what is already there.", OUTPUT, name="--overwrite")]
-Resume = Annotated[bool, option("Go on from the run's checkpoint.", name="--resume")]
+Overwrite = Annotated[bool, flag("--overwrite", "Replace what is already there.", OUTPUT)]
+Resume = Annotated[bool, flag("--resume", "Go on from the run's checkpoint.")]
 Statistics = Annotated[
     Path | None,
     option(
@@ -47,28 +73,6 @@ Statistics = Annotated[
         metavar="FILE",
     ),
 ]
-Bench = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
-Energy = Annotated[
-    bool, option("Also measure energy: over a second more for each row.", name="--energy")
-]
-Compile = Annotated[
-    bool | None,
-    option(
-        "Time only compiled layers, or only eager ones; default: both.",
-        name="--compile/--no-compile",
-    ),
-]
-Spread = Annotated[
-    Literal["flat", "paper"] | None,
-    option("How active neurons are spread over layers: evenly, or as in the paper's Fig. 6."),
-]
-CalibrationFile = Annotated[
-    Path | None,
-    option("The times that auto chooses by; see `twell measure calibrate`.", name="--calibration"),
-]
-HiddenSize = Annotated[int | None, option("Width of the model; default: 2048.", LAYER)]
-IntermediateSize = Annotated[int | None, option("Neurons; default: 5632.", LAYER)]
-NonGated = Annotated[bool, option("A layer without a gate.", LAYER, name="--non-gated")]
 
 
 def split_config(name: str, overrides: list[str] | None, default: str) -> tuple[str, list[str]]:
@@ -110,22 +114,6 @@ def prepare_out(path: Path, ending: str) -> None:
     if path.name in results.KEPT_FILES and path.exists():
         raise FileExistsError(f"{path} belongs to a run or a model; give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def numbers(option: str, text: str, kind: Callable[[str], float]) -> list:
-    """Return numbers that are written with commas."""
-    try:
-        return [kind(number) for number in text.split(",")]
-    except ValueError:
-        message = f"{option} is {text!r}; write numbers with commas, such as 1,16,256"
-        raise ValueError(message) from None
-
-
-def load_calibration(path: Path | None):
-    """Return the calibration of a file, None without one."""
-    from twell.sparse.calibration import Calibration
-
-    return Calibration.load(path) if path else None
 
 
 def say(line: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from twell.cli.common import BUILD, INPUT, OUTPUT, Model, Overwrite, option, prepare_out, say
+from twell.cli.common import BUILD, INPUT, OUTPUT, Model, Overwrite, flag, option, prepare_out, say
 
 EXAMPLE = "twell evaluate data/checkpoints/twell-6m --tasks paper7 --limit 100"
 MACHINE = "Machine"
@@ -43,9 +43,7 @@ def command(
         Path | None,
         option(f"The .json file; default: {BUILD}/eval/MODEL-TASKS.json.", OUTPUT, metavar="FILE"),
     ] = None,
-    log_samples: Annotated[
-        bool, option("Also write each item with the model's answer.", OUTPUT, name="--log-samples")
-    ] = False,
+    log_samples: Annotated[bool, flag("--log-samples", "Also write each answer.", OUTPUT)] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on downstream tasks with EleutherAI's lm-eval."""

@@ -13,9 +13,7 @@ EXAMPLE = 'twell export runs/quick --trained-on "The State of the Union addresse
 
 
 def command(
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The run.")
-    ],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run.")],
     trained_on: Annotated[
         str, option("What the model was trained on, in a sentence, for the card.")
     ],

@@ -12,6 +12,7 @@ from twell.cli.common import (
     File,
     Model,
     Text,
+    flag,
     option,
     prepare_out,
     read_text,
@@ -27,16 +28,10 @@ def command(
     text: Text = None,
     file: File = None,
     valid: Annotated[
-        bool,
-        option(
-            "The run's validation tokens: of one evaluation; with --aggregate all.",
-            INPUT,
-            name="--valid",
-        ),
+        bool, flag("--valid", "The run's validation tokens: of one evaluation, or all.", INPUT)
     ] = False,
     aggregate: Annotated[
-        bool,
-        option("Count over many tokens, with examples, in under 2 MB instead.", name="--aggregate"),
+        bool, flag("--aggregate", "Count over many tokens, with examples, in under 2 MB instead.")
     ] = False,
     tokens: Annotated[
         int | None, option("Number of tokens; default: all, at most 2^20.", AGGREGATE)

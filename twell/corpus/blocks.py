@@ -115,10 +115,7 @@ class Stream:
             yield [*ids, self.tokenizer.eos_token_id]
 
     def draw(self, numbers: Iterable[int]) -> torch.Tensor:
-        """Return the next len(numbers) blocks, int64 [len(numbers), context].
-
-        The numbers themselves have no effect.
-        """
+        """Return the next len(numbers) blocks, int64 [len(numbers), context], whatever the numbers."""
         size = len(list(numbers)) * self.context
         while len(self.rest) < size:
             tokens = next(self.reader, None)

@@ -144,13 +144,9 @@ def prepare(
 ) -> Corpus:
     """Tokenise a source, or read the tokens of the same texts and settings from the cache.
 
-    Args:
-        source, valid_source: see sources.py.
-        vocab_size: entries of the tokenizer that is trained on the training text.
-        cache: folder for the result, named by a hash of the files' contents and the settings.
-        tokenizer: path or hub name of an existing tokenizer to use instead.
-        parse_special: see `encode`.
-    Raises ValueError for an empty corpus, a damaged cache or a tokenizer that does not fit.
+    vocab_size: entries of the tokenizer that is trained on the training text; tokenizer: path or
+    hub name of an existing one instead. parse_special: see `encode_all`. Raises ValueError for an
+    empty corpus, a damaged cache or a tokenizer that does not fit.
     """
     given, rules = None, None
     if tokenizer is not None:
@@ -213,10 +209,7 @@ def _tokenize(
 def _write(
     folder: Path, arrays: dict[str, np.ndarray], trained: PreTrainedTokenizerFast | None
 ) -> None:
-    """Write `folder` under another name and rename it, so that it is whole or absent.
-
-    trained: the tokenizer, where it was trained on this text.
-    """
+    """Write `folder` under another name and rename it, so that it is whole or absent."""
     with naming(f"{folder} (TWELL_CACHE names another place)"):
         folder.parent.mkdir(parents=True, exist_ok=True)
         place = {"dir": folder.parent, "prefix": f".{folder.name}."}

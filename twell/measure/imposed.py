@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from twell.measure.check import BLOCK
-from twell.measure.patterns import IMPOSED
+from twell.measure.patterns import IMPOSED, bisect
 from twell.measure.rows import require
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
@@ -39,25 +39,15 @@ FFN_PART, ATTENTION_PART = 0.02, 0.1
 # Standard deviation of logits, but for the token's own: the head is tied to the embedding.
 LOGIT = 0.1
 # Mean active neurons over layers at the recommended L1 coefficient, from the paper's text. It does
-# not print that of 1b, which lies between its neighbours.
-PAPER_ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}
+# not print that of 1b, which lies between its neighbours. ACTIVE: of a size that it does not have.
+PAPER_ACTIVE, ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}, 29.0
 ACTIVITY_CHUNK = 8192  # tokens whose activity is counted at a time
-
-
-def paper_active(size: str) -> float:
-    """Return the paper's mean of active neurons in a model; ValueError for a size it lacks."""
-    unfit = f"active: the paper has no model {size!r}; say how many neurons are to be active"
-    require(size in PAPER_ACTIVE, unfit)
-    return PAPER_ACTIVE[size]
 
 
 def draw_tokens(
     vocab_size: int, batch: int, context: int, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> Tensor:
-    """Return random documents [batch, context] int64 of one topic each.
-
-    A topic is every TOPICS-th token of the vocabulary.
-    """
+    """Return random documents [batch, context] int64, each of every TOPICS-th token."""
     g = torch.Generator(device).manual_seed(seed)
     topic = torch.randint(min(TOPICS, vocab_size), (batch, 1), generator=g, device=device)
     places = max(vocab_size // TOPICS, 1)
@@ -66,11 +56,10 @@ def draw_tokens(
 
 @torch.no_grad()
 def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
-    """Draw all weights anew, with the two channels kept apart; `impose` then sets thresholds.
+    """Draw all weights anew in place, with the two channels apart; `impose` then sets thresholds.
 
-    In the model's dtype and on its device, in place. A projection of a normed input has a variance
-    of 1, but for those that add to the stream. The head, tied to the embedding or not, does not
-    read the two channels: the last norm's gain is 0 there. Biases become 0.
+    The head, tied to the embedding or not, does not read the two channels: the last norm's gain is
+    0 there. Biases become 0.
     """
     config, embedding = model.config, model.model.embed_tokens.weight
     g = torch.Generator(embedding.device).manual_seed(seed)
@@ -128,15 +117,15 @@ def impose(
 ) -> None:
     """Set gates so that layer l has a mean of means[l] active neurons on `tokens` [B, S].
 
-    In place, in a model of `draw_weights`, by one dense pass under the present autocast; may be
-    repeated for other means. The down projections are scaled too, so layers of any activity add
-    alike to the stream. Raises ValueError for means that a layer cannot have.
+    In a model of `draw_weights`, by one dense pass under the present autocast; may be repeated. The
+    down projections are scaled too, so layers of any activity add alike to the stream. Raises
+    ValueError for means that a layer cannot have.
     """
     most = model.config.intermediate_size
     require(
         len(means) == len(model.ffns) and all(0 < mean < most for mean in means),
-        f"activity of {', '.join(f'{mean:.4g}' for mean in means)} was asked for: each of "
-        f"{len(model.ffns)} layers can have more than 0 and less than {most} active neurons",
+        f"active is {', '.join(f'{mean:.4g}' for mean in means)}; each of {len(model.ffns)} layers "
+        f"can have more than 0 and less than {most} active neurons",
     )
 
     def set_gate(index: int, ffn: SparseFFN, x: Tensor) -> None:
@@ -164,24 +153,18 @@ def _set_threshold(weight: Tensor, rows: Tensor, mean: float, seed: int) -> None
     weight[:, DRAW] = IMPOSED.liveliness
     # The constant channel is positive: a neuron is active where the rest exceeds its threshold.
     ratio = F.linear(rows, weight.detach()).float() / rows[:, CONSTANT, None].float()
-    low, high = float(ratio.min()) - 1, float(ratio.max()) + 1
-    for _ in range(40):
-        middle = (low + high) / 2
-        above = int((ratio > middle).sum())
-        low, high = (middle, high) if above > mean * len(rows) else (low, middle)
+    ends = float(ratio.min()) - 1, float(ratio.max()) + 1
+    _, high = bisect(lambda least: int((ratio > least).sum()) > mean * len(rows), *ends, 40)
     weight[:, CONSTANT] = -(spread + high).to(weight.dtype)
     torch.clear_autocast_cache()  # it holds casts of weights that have gradients, as they were
 
 
 @torch.no_grad()
 def layer_activity(ffn: SparseFFN, x: Tensor, block: int = BLOCK) -> dict[str, float]:
-    """Return `summarize_activity` of a layer's input x [..., K], and union: the mean over blocks.
-
-    Blocks have `block` consecutive tokens; the rest of the tokens is one more.
-    """
-    stats, unions, part = ActivityStats(ffn.intermediate_size), [], ffn.first
+    """Return `summarize_activity` of a layer's input x [..., K], and the mean union of blocks."""
+    stats, unions = ActivityStats(ffn.intermediate_size), []
     for rows in x.flatten(0, -2).split(ACTIVITY_CHUNK // block * block):
-        active = torch.relu(part(rows)) != 0
+        active = torch.relu(ffn.first(rows)) != 0
         stats.record(active)
         unions += [tokens.any(0).sum() for tokens in active.split(block)]
     union = float(torch.stack(unions).double().mean())
@@ -189,9 +172,18 @@ def layer_activity(ffn: SparseFFN, x: Tensor, block: int = BLOCK) -> dict[str, f
 
 
 @torch.no_grad()
-def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor) -> list[dict[str, float]]:
-    """Return `layer_activity` of each layer, by one pass over `tokens` [B, S]."""
-    activity: list[dict[str, float]] = []
-    with before_ffn(model, lambda _, ffn, x: activity.append(layer_activity(ffn, x))):
+def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor, behind: int = 0) -> list[dict]:
+    """Return `layer_activity` of each layer, by one pass over `tokens` [B, S].
+
+    behind: count as decoding does behind so many tokens, one token of each document at a time.
+    """
+    activity: list[dict] = []
+
+    def visit(_: int, ffn: SparseFFN, x: Tensor) -> None:
+        if behind:
+            x = x[:, behind:].transpose(0, 1)
+        activity.append(layer_activity(ffn, x, min(x.shape[1], BLOCK) if behind else BLOCK))
+
+    with before_ffn(model, visit):
         model.model(input_ids=tokens, use_cache=False)
     return activity

@@ -1,130 +1,306 @@
-"""Inference of one layer: dense baselines, each path of the kernels, and "auto"."""
+"""One layer, forward or as in training: dense baselines, each path of the kernels, and "auto".
+
+A provider's layer is a module: `DenseLayer` of nn.Linear projections, or a `SparseFFN` whose
+backend and path are the provider's. In training, output, L1 term and gradients are compared with
+fp64 before a step is timed, and all providers have the same loss.
+"""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from twell.measure import runner
-from twell.measure.case import Case, cases, check_sizes, compiled, default_mode
-from twell.measure.patterns import Pattern
-from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, DENSE_KERNELS, Provider
+from twell.measure import quantized, runner
+from twell.measure.check import BLOCK, Exact
+from twell.measure.patterns import PATTERNS, Weights, permuted, synthetic_layer
+from twell.measure.providers import (
+    AUTO,
+    COMPILED,
+    DENSE_COMPILED,
+    DENSE_EAGER,
+    FP8,
+    FP8_TENSOR,
+    HYBRID,
+    TRITON,
+    UNION,
+    Provider,
+)
 from twell.measure.rows import Rows, require, significant
-from twell.measure.runner import MODES, Call, bench, repeat
-from twell.sparse.activations import get_activation
-from twell.sparse.calibration import EAGER, Calibration
+from twell.measure.runner import MODES, Call, Gpu, bench, repeat
+from twell.models.quantize import quantize_
+from twell.sparse import float8
+from twell.sparse.activations import RELU, Activation, get_activation
+from twell.sparse.calibration import EAGER
+from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import Collector
+from twell.sparse.training import SparseTraining
 
-DENSE = DENSE_EAGER, DENSE_COMPILED  # in every mode
+WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
+GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
+DECODE_TOKENS = 1024  # largest number of tokens for which the path "decode" is timed
+# With this many entries row-wise takes half a second, far more than any other path.
+ROWWISE_ENTRIES = 100_000_000
+# Gradients that reach the layer. The L1 term's is a tenth of the random one that a neuron gets from
+# y, so that the check notices its absence. It is a power of two, since any other constant would be
+# rounded the same way in every entry, and such errors do not average.
+DY, DL1 = 1e-5, 2.0**-20
 
 
-@torch.no_grad()
 def ffn(
     tokens: Sequence[int],
     active: Sequence[float] = (29,),
     patterns: Sequence[str] = ("skewed",),
     *,
-    hidden_size: int | None = None,
+    backward: bool = False,
+    hidden_size: int = 2048,
     intermediate_size: int = 5632,
     gated: bool = True,
     activation: str = "relu",
     bias: bool = False,
     mode: str | None = None,
-    masks: Mapping[str, np.ndarray] | None = None,
     energy: bool = False,
     kernels: bool = False,
-    calibration: Calibration | None = None,
     out: str | Path | None = None,
 ) -> list[dict]:
-    """Time one layer: dense (eager, compiled, our kernels), each sparse path, and "auto".
+    """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
-    In bf16, and on a GPU that has it in FP8 too (quantized.py).
+    patterns: names of PATTERNS. backward: time a pass forward and backward. mode: one of MODES
+    (`runner`); default: graph up to 4,096 tokens, else and in training stream. FP8 is timed in
+    these two. out: the folder of ffn.csv and kernels.csv, or training.csv and training_kernels.csv.
 
-    Args:
-        tokens: numbers of tokens.
-        active: mean active neurons per token; not for recorded patterns.
-        patterns: "even", "skewed" (`synthetic_layer`), "recorded" for each mask (`imposed_layer`).
-        hidden_size: default 2048, for recorded patterns 1024; as many tokens of a mask are used.
-        intermediate_size: of even and skewed layers; a recorded one has its mask's.
-        gated: whether the layer has a gate.
-        activation: of the layer; one other than "relu" joins the column `pattern`.
-        bias: whether the projections have biases, of zeros; they join the column `pattern`. FP8 is
-            timed for ReLU without biases.
-        mode: one of MODES (see `runner`); default: graph up to 4,096 tokens, else stream. FP8 is
-            timed in these two.
-        masks: name -> [T, N] bool; default: `recorded_masks()`.
-        energy: also measure the energy of each call: over a second more for each row.
-        kernels: also measure each kernel of our paths; needs `out`.
-        calibration: the times that "auto", which knows the activity, chooses by; None: its default.
-        out: the folder of ffn.csv and kernels.csv.
-
-    Returns the rows of ffn.csv, COLUMNS["ffn"]. Decoding is timed up to 1,024 tokens, row-wise up
-    to 10^8 active entries. Raises ValueError for unfit arguments, ArithmeticError for a wrong
-    result, RuntimeError without a GPU. Ours.
+    Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
+    wrong result, RuntimeError without a GPU. Ours.
     """
     act = get_activation(activation, gated=gated, sparse=True)
-    check_grid(tokens, patterns, hidden_size, intermediate_size, kernels, out)
-    known = mode is None or mode in MODES
-    require(known, f"mode {mode!r} is unknown; use one of {', '.join(MODES)}")
-    grid = {"patterns": patterns, "active": active, "masks": masks, "gated": gated, "act": act}
-    grid |= {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "bias": bias}
-    gpu, rows = runner.Gpu(energy), Rows(out, ["ffn", "kernels"])
-    modes = {number: mode or default_mode(number) for number in tokens}
-    for case, how in cases(gpu, modes, **grid, calibration=calibration):
-        LayerBench(gpu, case, how).measure(rows, kernels)
-        del case
-    return rows.by_file["ffn"]
-
-
-def check_grid(
-    tokens: Sequence[int],
-    patterns: Sequence[str],
-    hidden_size: int | None,
-    intermediate_size: int,
-    kernels: bool,
-    out: str | Path | None,
-) -> None:
-    """Raise ValueError for unfit arguments of `ffn` and `ffn_steps`."""
     for name in patterns:
-        Pattern(name)
-    check_sizes(tokens, 16 if hidden_size is None else hidden_size, intermediate_size)
-    somewhere = not kernels or out is not None
-    require(somewhere, "the rows of kernels go to a file; say in which folder (out)")
+        require(name in PATTERNS, f"pattern {name!r} is unknown; use one of {', '.join(PATTERNS)}")
+    check_sizes(tokens, hidden_size, intermediate_size)
+    known = ("stream", "eager") if backward else MODES
+    require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
+    plain = act == RELU and not bias
+    require(plain or not backward, "backward passes are timed of ReLU without biases")
+    require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
+    gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
+    rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))
+    with torch.set_grad_enabled(backward):
+        for num_tokens in tokens:
+            how = mode or ("stream" if backward else default_mode(num_tokens))
+            for name, mean in itertools.product(patterns, active):
+                given = {"active": mean, "pattern": PATTERNS[name], "device": gpu.device}
+                inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
+                case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
+                case.measure(rows, kernels)
+                del case, inputs  # before the next ones are drawn
+                torch.cuda.empty_cache()
+            torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
+    return next(iter(rows.by_file.values()))
 
 
-class LayerBench:
-    """The forward pass of a case's layers, checked in the mode in which they are timed.
+def default_mode(num_tokens: int) -> str:
+    """Return "graph" for few tokens, else "stream"."""
+    return "graph" if num_tokens <= GRAPH_TOKENS else "stream"
 
-    allowed: relative RMS, where it is more than the tolerance.
+
+def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int) -> None:
+    """Raise ValueError for sizes that the kernels do not take."""
+    require(min(tokens) >= 1, f"tokens holds {min(tokens)}; it has to be at least 1")
+    unfit = f"hidden_size is {hidden_size}; the kernels need a multiple of 16"
+    require(hidden_size >= 16 and hidden_size % 16 == 0, unfit)
+    unfit = f"intermediate_size is {intermediate_size}; it has to be at least 1"
+    require(intermediate_size >= 1, unfit)
+
+
+class DenseLayer(nn.Module):
+    """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models.
+
+    The weights are w_gate and w_up [N, K] and w_down [K, N], which is stored as nn.Linear does.
     """
 
-    def __init__(self, gpu: runner.Gpu, case: Case, mode: str, allowed: float = 0.0):
-        self.gpu, self.case, self.mode, self.allowed = gpu, case, mode, allowed
-        self.layers: dict[Provider, list[nn.Module]] = {}
+    def __init__(self, weights: Weights, bias: bool = False, act: Activation = RELU):
+        super().__init__()
+        self.act, self.read = act, lambda x: x  # `read` quantises inputs, see quantized.py
+        w_gate, w_up, w_down = weights
+        stored = w_gate, w_up, w_down.contiguous()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            None if w is None else nn.Linear(*w.shape[::-1], bias=False, device="meta")
+            for w in stored
+        )
+        give(self, stored, bias)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x, act = self.read(x), self.act
+        if self.gate_proj is None:
+            return act.hidden(act.gate(self.up_proj(x)), None)
+        return act.hidden(act.gate(self.gate_proj(x)), self.up_proj(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.read(self.hidden(x)))
+
+    def with_l1(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y, and the L1 term [M] in fp32."""
+        h = self.hidden(x)
+        return self.down_proj(h), h.abs().sum(-1, dtype=torch.float32)
+
+
+def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
+    """Put weights, and biases of zeros, into a layer's projections."""
+    projections = layer.gate_proj, layer.up_proj, layer.down_proj
+    for part, weight in zip(projections, weights, strict=True):
+        if part is not None:
+            part.weight = nn.Parameter(weight, requires_grad=False)
+            zeros = weight.new_zeros(len(weight)) if bias else None
+            part.bias = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+
+
+def compiled(function: Callable) -> Callable:
+    """Return the function by torch.compile, whole and for each shape anew."""
+    allow_recompiling()
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def allow_recompiling() -> None:
+    """Let code be compiled for each provider, shape and path, and kept for all layers together."""
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
+
+
+class Case:
+    """x, sets of weights with the same activity, the exact result and the columns, for `bench`.
+
+    pattern: the column, to which another activation and biases (of zeros) are added. inputs: x,
+    w_gate, w_up and w_down (not gated: w_gate is w_up). Results are checked in the mode in which
+    they are timed. `allowed` is a relative RMS, where it is more than the tolerance.
+    """
+
+    weight_sets, allowed = WEIGHT_SETS, 0.0
+
+    def __init__(
+        self,
+        gpu: Gpu,
+        pattern: str,
+        inputs: tuple[Tensor, ...],
+        mode: str = "stream",
+        *,
+        gated: bool = True,
+        act: Activation = RELU,
+        bias: bool = False,
+    ):
+        self.gpu, self.mode, self.act, self.bias = gpu, mode, act, bias
+        self.x, w_gate, w_up, w_down = inputs
+        weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
+        self.exact = exact = Exact.of(self.x, weights, *self.gradients(), act=act)
+        self.columns = {
+            "tokens": len(self.x),
+            "hidden_size": self.x.shape[1],
+            "intermediate_size": len(w_up),
+            "gated": gated,
+            "dtype": str(self.x.dtype).removeprefix("torch."),
+            "pattern": " ".join([pattern, *[act.name] * (act != RELU), *["biases"] * bias]),
+            "active": round(float(exact.counts.double().mean()), 2),
+            "active_max": int(exact.counts.max()),
+            "union": round(float(exact.unions.double().mean()), 1),
+            "mode": mode,
+        }
+        number = 1 if mode == "stream" else self.weight_sets
+        self.sets = [weights, *(permuted(weights, seed) for seed in range(1, number))]
+        self.made: dict[Provider, list] = {}  # layers by provider
         self.calls: dict[Provider, list[runner.Run]] = {}
 
+    def __str__(self) -> str:
+        c = self.columns
+        return f"{c['tokens']:>6} tokens  {c['pattern']:<8} {c['active']:>7} active"
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Return the gradients that reach the layer; a forward pass has none."""
+        return ()
+
+    def paths(self) -> list[str]:
+        """Return the paths of the kernels, dense first, without those that would take too long."""
+        slow = {
+            "rowwise": self.exact.entries > ROWWISE_ENTRIES,
+            "decode": len(self.x) > DECODE_TOKENS,
+        }
+        return [path for path in ("dense", "rowwise", "union", "decode") if not slow.get(path)]
+
+    def providers(self) -> list[Provider]:
+        """Return the providers to time, in FP8 too where it can be measured."""
+        ours = [*(Provider("triton", path) for path in self.paths()), AUTO]
+        plain = self.act == RELU and not self.bias and self.mode in ("stream", "graph")
+        if not plain or float8.why_not(self.x.device) is not None:
+            return [DENSE_EAGER, DENSE_COMPILED, *ours]
+        dense = [Provider("dense", None, COMPILED, kind) for kind in (FP8, FP8_TENSOR)]
+        in_fp8 = [replace(provider, precision=FP8) for provider in ours]
+        return [DENSE_EAGER, DENSE_COMPILED, *dense, *ours, *in_fp8]
+
+    def layers(self, provider: Provider) -> list[nn.Module]:
+        """Return a provider's layers, one for each set of weights, not compiled.
+
+        Layers of "auto" know the case's activity. A dense provider with a path is a SparseFFN.
+        """
+        if provider.backend != "dense" or provider.path:
+            return [self._sparse(provider, weights) for weights in self.sets]
+        layers = [DenseLayer(weights, self.bias, self.act) for weights in self.sets]
+        for layer in layers if provider.in_fp8 else ():
+            quantized.round_weights(layer, provider.precision)
+        return layers
+
+    def _sparse(self, provider: Provider, weights: Weights) -> SparseFFN:
+        c = self.columns
+        options = {"activation": self.act.name, "bias": self.bias, "gated": c["gated"]}
+        options |= {"backend": provider.backend, "device": "meta"}
+        layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
+        give(layer, weights, self.bias)
+        if provider.in_fp8:
+            quantize_(layer)
+        layer.path = provider.path
+        layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
+        return layer.eval()
+
+    def exact_for(self, provider: Provider) -> tuple[Exact, float]:
+        """Return the exact result of a provider, and a limit above the tolerance or 0."""
+        if not provider.in_fp8:
+            return self.exact, self.allowed
+        if provider.backend != "dense":
+            return self._exact_in_fp8, 0.0
+        kind = quantized.KINDS[provider.precision]
+        wide = [None if w is None else kind(w.contiguous()).wide() for w in self.sets[0]]
+        exact = Exact.of(float8.wide(*kind.read(self.x)), wide, fp8=True)
+        return exact, exact.fp8_limit
+
+    @cached_property
+    def _exact_in_fp8(self) -> Exact:
+        """The result of x, gate and up by rows in FP8, and of down as it is."""
+        gate, up, down = self.sets[0]
+        x, gate, up = (
+            None if tensor is None else float8.wide(*float8.quantize(tensor.contiguous()))
+            for tensor in (self.x, gate, up)
+        )
+        return Exact.of(x, (gate, up, down), fp8=True)
+
     def prepare(self, provider: Provider) -> Call:
-        case, mode = self.case, self.mode
-        layers = self.layers[provider] = case.layers(provider)
-        if provider.compiled or (mode == "compiled" and provider not in DENSE):
+        mode, layers = self.mode, self.layers(provider)
+        self.made[provider] = layers
+        ours = provider not in (DENSE_EAGER, DENSE_COMPILED)
+        if provider.compiled or (mode == "compiled" and ours):
             layers = [compiled(layer) for layer in layers]
-        calls = self.calls[provider] = [functools.partial(layer, case.x) for layer in layers]
+        calls = self.calls[provider] = [partial(layer, self.x) for layer in layers]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
         elif mode == "graph":
             run, outputs = self.gpu.capture(calls)
             run()
         else:
-            run, outputs = functools.partial(repeat, calls, 1), [call() for call in calls]
-        exact, limit = case.exact_for(provider)
-        limit = max(limit, self.allowed)
-        error = max(exact.check(y, f"{provider} at {case}", limit) for y in outputs)
+            run, outputs = partial(repeat, calls, 1), [call() for call in calls]
+        exact, limit = self.exact_for(provider)
+        error = max(exact.check(y, f"{provider} at {self}", limit) for y in outputs)
         columns = {"relative_rms": significant(error, 3)}
         return Call(run, columns, len(outputs), flush=mode == "stream")
 
@@ -133,25 +309,144 @@ class LayerBench:
         if provider.backend != "auto":
             return provider.path or "dense"
         situation = EAGER if self.mode == "stream" else self.mode
-        return self.layers[provider][0].chooser.path(len(self.case.x), situation)
+        return self.made[provider][0].chooser.path(len(self.x), situation)
 
     def measure(self, rows: Rows, kernels: bool) -> None:
         """Add the rows of ffn.csv and kernels.csv."""
         results, parts = [], []
-        providers = self.case.providers(in_fp8=self.mode in ("stream", "graph"))
-        for provider, columns in bench(self, providers).items():
-            calls = self.calls[provider]
-            row = self.case.columns | {"mode": self.mode, "weight_sets": len(calls)} | columns
-            row |= {"provider": provider.name, "path": self.path(provider)}
+        for provider, columns in bench(self, self.providers()).items():
+            row = self.columns | {"weight_sets": len(self.sets), "provider": provider.name}
+            row |= columns | {"path": self.path(provider)}
             results.append(row)
-            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
-                parts += [row | kernel for kernel in runner.kernel_rows(self.gpu, calls)]
+            if kernels and provider.path:
+                parts += [row | one for one in runner.kernel_rows(self.gpu, self.calls[provider])]
         rows.add("ffn", results)
         rows.add("kernels", parts)
 
 
+# --- training ---------------------------------------------------------------------------------
+
+
+class TrainingCase(Case):
+    """A layer's pass forward and backward.
+
+    In the mode "eager", "triton" is the layer by the path "union".
+    """
+
+    weight_sets = 1
+
+    def gradients(self) -> tuple[Tensor, ...]:
+        """Return dy [M, K] and dl1 [M], which reach the layer."""
+        x, g = self.x, torch.Generator(self.x.device).manual_seed(1)
+        dy = DY * torch.randn(x.shape, generator=g, device=x.device)
+        return dy.to(x.dtype), torch.full(x.shape[:1], DL1, device=x.device)
+
+    def providers(self) -> list[Provider]:
+        sparse = [UNION, HYBRID] if self.mode == "stream" else [TRITON]
+        return [DENSE_EAGER, DENSE_COMPILED, *sparse]
+
+    def prepare(self, provider: Provider) -> Call:
+        if provider.backend == "triton":
+            step = sparse_step(self, provider.path or UNION.path)
+        else:
+            (layer,) = self.layers(DENSE_EAGER)
+            function = compiled(layer.with_l1) if provider.compiled else layer.with_l1
+            step = Step(layer, function, self.x, self.gradients())
+        self.made[provider] = [step]
+        worst, error = self.exact.check_step(step.tensors(), f"{provider} at {self}")
+        columns = {"worst": worst, "relative_rms": significant(error, 3)}
+        return Call(step, columns, flush=self.mode == "stream")
+
+    def measure(self, rows: Rows, kernels: bool) -> None:
+        """Add the rows of training.csv and training_kernels.csv."""
+        for provider, columns in bench(self, self.providers(), "step").items():
+            (step,) = self.made.pop(provider)
+            row = self.columns | columns | step.memory(self.gpu)
+            row |= {"provider": provider.name, "path": step.path, "capacity": step.capacity}
+            rows.add("training", [row])
+            if kernels:
+                parts = runner.kernel_rows(self.gpu, [step])
+                rows.add("training_kernels", [row | kernel for kernel in parts])
+
+
+class Step:
+    """A layer's pass forward and backward.
+
+    function: calls the layer with x; returns y and l1. path, capacity: the sparse path and its
+    entries per token.
+    """
+
+    path: str = "dense"
+    capacity: int | None = None
+
+    def __init__(
+        self, layer: nn.Module, function: Callable, x: Tensor, gradients: tuple[Tensor, ...]
+    ):
+        self.function, self.gradients = function, gradients
+        self.leaves = {"x": x.detach().requires_grad_()}
+        for name in ("gate", "up", "down"):
+            if (part := getattr(layer, f"{name}_proj")) is not None:
+                self.leaves[f"w_{name}"] = part.weight.requires_grad_()
+
+    def clear(self) -> None:
+        for leaf in self.leaves.values():
+            leaf.grad = None
+
+    def __call__(self, between: Callable = lambda y, l1: None) -> tuple[Tensor, Tensor]:
+        """Take the step; call `between` with its results between the passes."""
+        self.clear()
+        outputs = self.function(self.leaves["x"])
+        between(*outputs)
+        torch.autograd.backward(outputs, self.gradients)
+        return outputs
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the results of a step, named as in Exact."""
+        y, l1 = self()
+        gradients = {f"d{name}": leaf.grad for name, leaf in self.leaves.items()}
+        self.clear()
+        return {"y": y.detach(), "l1": l1.detach()} | gradients
+
+    def memory(self, gpu: Gpu) -> dict[str, int]:
+        """Return the bytes held between the passes, and the most that a step allocates.
+
+        held: x, and the allocations that the forward pass keeps without y and l1, which go on to
+        the next layer. x counts although the caller holds it here: in a model the layer keeps it.
+        """
+        self.clear()
+        held = []
+
+        def between(y: Tensor, l1: Tensor) -> None:
+            held.append(gpu.allocated() - y.nbytes - l1.nbytes)
+
+        before, most = gpu.peak(partial(self, between))
+        self.clear()
+        return {"held": held[0] - before + self.leaves["x"].nbytes, "peak": most - before}
+
+
+def sparse_step(case: Case, path: str) -> Step:
+    """Return the step of a SparseFFN as it is within `SparseTraining.attempts`."""
+    (layer,) = case.layers(TRITON)
+    layer.train()
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        with Collector([layer]) as collector:
+            y = layer(x)
+        return y, collector.terms[0][1]
+
+    step = Step(layer, function, case.x, case.gradients())
+    sparse = SparseTraining(layer, path=path)
+    for _ in sparse.attempts():  # to find the capacity
+        step()
+    step.clear()
+    step.attempts = sparse.attempts()  # stays open: the layer is dense after its end
+    next(step.attempts)
+    step.path, step.capacity = layer.train_path or "dense", layer.capacity
+    return step
+
+
 def small_grid(folder: str | Path) -> Path:
-    """Measure one layer, in inference and training, into a folder; return the folder. Minutes.
+    """Measure one layer, forward and in training, into a folder; return the folder. Minutes.
 
     For a device that nobody measured yet. `twell measure ffn` runs in a process of its own, so each
     row names a command that can be repeated. Raises RuntimeError without a GPU, CalledProcessError

@@ -11,17 +11,15 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from twell.measure import check, imposed, runner
-from twell.measure.case import GRAPH_TOKENS, Case
 from twell.measure.decode import GENERATION, joined_projections, measure_decode
-from twell.measure.layer import LayerBench
-from twell.measure.patterns import IMPOSED
+from twell.measure.layer import GRAPH_TOKENS, Case
+from twell.measure.patterns import layer_means
 from twell.measure.providers import (
     AUTO,
     DENSE_COMPILED,
@@ -31,20 +29,12 @@ from twell.measure.providers import (
     Provider,
     model_providers,
 )
-from twell.measure.rows import LAYER_TIMES, Rows, require, significant
+from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import bench
-from twell.measure.sides import (
-    ModelCase,
-    Subject,
-    check_model,
-    exact_hidden_states,
-    forward,
-    random_model,
-)
+from twell.measure.sides import Subject, check_model, exact_hidden_states, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.models.order import order_tokens
 from twell.sparse import float8
-from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN, captured_by_hand
 
 FILES = "model", "model_layers", "decode"
@@ -70,56 +60,32 @@ def language_model(
     compiled: bool | None = None,
     tuned: bool = False,
     fp8: bool = False,
-    calibration: Calibration | None = None,
     graphs: bool = True,
     energy: bool = False,
     out: str | Path | None = None,
 ) -> dict[str, list[dict]]:
-    """Time a language model in bf16: dense, sparse and by "auto", eager and with compiled layers.
+    """Time a language model in bf16: `twell measure model`, whose help explains the options.
 
-    Args:
-        size: a configuration of the package or a YAML file (`TrainConfig.load`), random weights.
-        overrides: fields of it to change, as key=value.
-        checkpoint: instead, its name, the model in bf16 and the tokens of a text with its activity.
-        ordered: compute similar tokens of the text side by side (`twell.order_tokens`).
-        alike: then measure random weights too, with the layers' means on the first batch.
-        shapes: batches (sequences, tokens of each) whose forward pass is timed.
-        profile: how the activity varies over layers, see `Pattern`.
-        active: means over layers, each imposed and measured in turn; default: the paper's.
-        layers: also time each feed-forward layer alone, on the first batch.
-        decode: numbers of documents to continue by GENERATION tokens behind `decode_context`.
-        compiled: True: only with compiled layers; False: only eager; None: both.
-        tuned: also time decoding with layers that Inductor tunes.
-        fp8: also time all with feed-forward layers in FP8, and passes with attention's too.
-        calibration: the times that "auto", which knows the activity, chooses by.
-        graphs: False: time calls back to back, which wait for the host where it is slower.
-        energy: also measure energy, over the same turns.
-        out: the folder of model.csv, model_layers.csv and decode.csv.
+    size: a configuration, with random weights; or checkpoint: a name, the model in bf16 and the
+    tokens of a text. shapes: batches (sequences, tokens of each). Layers alone, and with `alike`
+    the activity to impose, are of the first one. active: means, each imposed in turn. decode:
+    numbers of documents to continue by GENERATION tokens.
 
-    With `graphs` decoding and passes of up to 4,096 tokens are timed in CUDA graphs. Returns the
-    rows by file, COLUMNS. Raises ValueError for unfit arguments, ArithmeticError for a wrong
-    result, RuntimeError without a GPU. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
+    Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
-    gpu, rows = runner.Gpu(energy), Rows(out, FILES)
-    sizes = [number for shape in shapes for number in shape]
-    for name, numbers in (("shapes", sizes), ("decode", [*decode, decode_context])):
-        least = min(numbers, default=1)
-        require(least >= 1, f"{name} holds {least}; it has to be at least 1")
-    for name, first in {"layers": layers, "alike": alike}.items():
-        unfit = f"{name}: measured on the first of the batches, and there is none"
-        require(bool(shapes) or not first, unfit)
+    gpu, rows = runner.Gpu(energy), Rows(out, *FILES)
+    least = min([*itertools.chain(*shapes), *decode, decode_context])
+    require(least >= 1, f"batches and documents hold {least}; it has to be at least 1")
     unfit = "tuned: decoding is timed so with compiled layers; say how many documents to decode"
     require(not tuned or bool(decode and compiled is not False), unfit)
-    require(not (layers and ordered), "layers: they are timed in the text's order; ordered is not")
     reason = float8.why_not(gpu.device) if fp8 else None
     require(reason is None, f"FP8 cannot be measured here: {reason}")
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
     longest = max(lengths, default=1)
     if checkpoint is None:
-        means = [imposed.paper_active(size)] if active is None else active
+        means = active or [imposed.PAPER_ACTIVE.get(size, imposed.ACTIVE)]
         model, config = random_model(size, overrides, longest, gpu.device)
-        pattern = replace(IMPOSED, profile=profile)
-        levels = [pattern.means(config.num_layers, mean) for mean in means]
+        levels = [layer_means(profile, config.num_layers, mean) for mean in means]
         draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     else:
         (size, model, _), profile, levels = checkpoint, "checkpoint", [None]
@@ -128,7 +94,7 @@ def language_model(
         if ordered:
             profile = ORDERED
             order_tokens(model)
-    subject = Subject(size, model, profile, calibration, gpu, graphs)
+    subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
     providers = model_providers(compiled, precisions=in_passes)
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
@@ -140,14 +106,13 @@ def language_model(
         if means is not None:
             imposed.impose(model, means, draw(64, min(128, longest), seed=1))
             subject.take_weights()
-        for index, shape in enumerate(shapes):
-            ids, first = draw(*shape), index == 0
+        for shape in shapes:
+            ids = draw(*shape)
             passes, activity = measure_forward(subject, ids, providers)
-            of_first = of_first or activity
             rows.add("model", passes)
-            times = measure_layers(subject, ids) if layers and first else None
-            case = subject.case(ids, activity)
-            rows.add("model_layers", layer_rows(case, means, activity, times))
+            times = measure_layers(subject, ids) if layers and not of_first else None
+            rows.add("model_layers", layer_rows(subject.case(ids, activity), activity, times))
+            of_first = of_first or activity
             torch.cuda.empty_cache()
         for batch in decode:
             script = draw(batch, decode_context + GENERATION)
@@ -195,24 +160,19 @@ def _draw_from(
 
 def measure_forward(
     subject: Subject, ids: Tensor, providers: Sequence[Provider]
-) -> tuple[list[dict], list[dict[str, float]]]:
-    """Return rows of model.csv for a batch [B, S], and the activity of each layer.
-
-    Up to GRAPH_TOKENS tokens are timed in a CUDA graph.
-    """
+) -> tuple[list[dict], list[dict]]:
+    """Return rows of model.csv for a batch [B, S], and the activity of each layer."""
     subject.become(DENSE_EAGER)
     model, gpu, tokens = subject.model, subject.gpu, ids.numel()
     activity = imposed.activity_of(model, ids)
     subject.observe(activity, tokens)
     case = subject.case(ids, activity)
     title = f"{case['model']}  {len(ids)} x {ids.shape[1]} tokens  {case['active']:.4g} active"
-    once, in_graph = (
-        functools.partial(forward, model, ids),
-        subject.graphs and tokens <= GRAPH_TOKENS,
-    )
+    once = functools.partial(forward, model, ids)
+    in_graph = subject.graphs and tokens <= GRAPH_TOKENS
     few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
     exact = exact_hidden_states(model, ids[:few])
-    judge = check.Judge(f"hidden states ({title})", exact, lambda hidden: hidden[:few])
+    judge = check.Judge("hidden states", title, exact, lambda hidden: hidden[:few])
 
     def take(_: Provider) -> tuple[Tensor, runner.Run, dict]:
         run, (hidden, _) = once, once()
@@ -225,38 +185,14 @@ def measure_forward(
         peak = weights + most - before
         return hidden, run, {"peak": peak, "mode": "graph" if in_graph else "stream"}
 
-    rows = ModelCase(subject, title, once, judge, take).rows(case, tokens, providers)
+    rows = subject.measure(case, providers, once, judge, take)
     for row in rows:
         row["tokens_per_ms"] = significant(tokens / row["p50"], 5)
     return rows, activity
 
 
-# --- layer by layer ---------------------------------------------------------------------------
-
-
-def layer_rows(
-    case: dict,
-    means: Sequence[float] | None,
-    activity: Sequence[dict],
-    times: Sequence[dict] | None,
-) -> list[dict]:
-    """Return rows of model_layers.csv; without `times` these cells are empty."""
-    rows = []
-    for index, layer in enumerate(activity):
-        row = case | {"level": case["active"], "layer": index}
-        row["wanted"] = None if means is None else round(means[index], 2)
-        row |= {"active": round(layer["mean"], 2), "p99": layer["p99"]}
-        row |= {"active_max": layer["max"], "union": round(layer["union"], 1)}
-        rows.append(row | (times[index] if times else dict.fromkeys(LAYER_TIMES.split())))
-    return rows
-
-
 def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
-    """Return times in ms of each feed-forward layer alone, on its input in a dense pass.
-
-    Dense (compiled), sparse and "auto", each checked against fp64 before it is timed in turns, the
-    cache emptied between calls.
-    """
+    """Return times in ms of each feed-forward layer alone, on its input in a dense pass."""
     from twell.sparse import ops
 
     subject.become(DENSE_EAGER)
@@ -264,17 +200,25 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
 
     def visit(index: int, ffn: SparseFFN, x: Tensor) -> None:
         inputs = x.flatten(0, -2), ffn.first.weight, ffn.up_proj.weight, subject.by_neuron[index]
-        options = {"gated": ffn.gated, "calibration": subject.calibration}
-        case = Case.of(f"layer {index}", inputs, **options)
+        case = Case(subject.gpu, f"layer {index}", inputs, gated=ffn.gated)
+        case.allowed = check.allowed(case.exact, case.x, case.sets[0])
         sparse = Provider("triton", ops.choose(len(case.x)))
-        allowed = check.allowed(case.exact, case.x, case.sets[0])
-        own = LayerBench(subject.gpu, case, "stream", allowed)
-        columns = bench(own, [DENSE_COMPILED, sparse, AUTO])
         names = {"dense": DENSE_COMPILED, "sparse": sparse, "auto": AUTO}
+        columns = bench(case, names.values())
         row = {name: columns[provider]["p50"] for name, provider in names.items()}
-        row["auto_path"] = own.path(AUTO)
-        rows.append(row | {"relative_rms": columns[sparse]["relative_rms"]})
+        row |= {"auto_path": case.path(AUTO), "relative_rms": columns[sparse]["relative_rms"]}
+        rows.append(row)
 
     with imposed.before_ffn(subject.model, visit):
         forward(subject.model, ids)
+    return rows
+
+
+def layer_rows(case: dict, activity: Sequence[dict], times: Sequence[dict] | None) -> list[dict]:
+    """Return rows of model_layers.csv; without `times` these cells are empty."""
+    rows = []
+    for index, layer in enumerate(activity):
+        row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
+        row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
+        rows.append(row | (times[index] if times else {}))
     return rows

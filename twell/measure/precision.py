@@ -26,7 +26,6 @@ from twell.sparse.layer import SparseFFN
 from twell.trace.watch import Progress, score
 
 DRAWS = 2000  # bootstrap samples
-LEVEL = 0.025, 0.975  # ends of the 95% intervals
 
 
 def quality(
@@ -45,15 +44,9 @@ def quality(
     roundings. `difference` is from bf16, `dense_difference` from the dense layers of the same
     precision, in nats a predicted token, with 95% intervals.
 
-    Args:
-        sequences: token ids; the first of each is not predicted.
-        batch: sequences of a pass.
-        source: where the text is from, a column of the rows.
-        out: the folder of quality.csv.
-        say: gets lines about the progress.
-
-    Raises ValueError for a model that is not in bf16, has FP8 weights, or another activation than
-    ReLU, and for fewer than two sequences with a predicted token.
+    sequences: token ids; the first of each is not predicted. Raises ValueError for a model that is
+    not in bf16, has FP8 weights, or another activation than ReLU, and for fewer than two sequences
+    with a predicted token.
     """
     check_llama(name, model)
     require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
@@ -68,7 +61,7 @@ def quality(
         for precision in (FP8, FP8_ALL)
         for backend in ("dense", sparse)
     ]
-    rows, linears = Rows(out, ["quality"]), Linears(model)
+    rows, linears = Rows(out, "quality"), Linears(model)
     predicted = np.array([len(sequence) - 1 for sequence in sequences])
     about = {"model": name, "parameters": num_weights(model), "source": source}
     about |= {"tokens": int(predicted.sum()), "sequences": len(sequences)}
@@ -78,9 +71,8 @@ def quality(
         for provider in (DENSE_EAGER, *in_fp8):
             linears.become(provider)
             model.set_ffn_backend(provider.backend)
-            loss, active = _run(
-                model, sequences, batch, Progress(len(sequences), provider.name, say)
-            )
+            progress = Progress(len(sequences), provider.name, say)
+            loss, active = _run(model, sequences, batch, progress)
             losses[provider] = loss
             row = about | {"provider": provider.name, "active": significant(active, 5)}
             row["cross_entropy"] = significant(loss.sum() / predicted.sum(), 7)
@@ -119,9 +111,9 @@ def _run(
 
 
 def _difference(prefix: str, difference: np.ndarray, predicted: np.ndarray) -> dict:
-    """Columns of a paired difference in nats a token, with the ends of its 95% interval."""
+    """Return the columns of a paired difference in nats a token, with its 95% interval."""
     drawn = np.random.default_rng(0).integers(0, len(predicted), (DRAWS, len(predicted)))
     means = difference[drawn].sum(1) / predicted[drawn].sum(1)
-    ends = difference.sum() / predicted.sum(), *np.quantile(means, LEVEL)
+    ends = difference.sum() / predicted.sum(), *np.quantile(means, (0.025, 0.975))
     names = (f"{prefix}{name}" for name in ("difference", "low", "high"))
     return {name: round(float(end), 7) for name, end in zip(names, ends, strict=True)}

@@ -23,10 +23,9 @@ PRECISIONS = None, FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, "int8 weights", "int4 
 class Provider:
     """How a row's feed-forward layers are computed.
 
-    backend: "dense" (plain torch), "triton" (our kernels), "auto" or "reference".
-    path: the path that the kernels are forced to take; None where the layer takes its own.
-    compilation: one of COMPILATIONS.
-    precision: one of PRECISIONS; None for the layer's own type.
+    backend: "dense" (plain torch), "triton" (our kernels), "auto" or "reference". path: the path
+    that the kernels are forced to take; None where the layer takes its own. compilation: one of
+    COMPILATIONS. precision: one of PRECISIONS; None for the layer's own type.
     """
 
     backend: str
@@ -80,7 +79,6 @@ ROWWISE, UNION, DECODE, HYBRID = (Provider("triton", path) for path in SPARSE_PA
 TRITON_COMPILED = Provider("triton", compilation=COMPILED)
 AUTO_COMPILED = Provider("auto", compilation=COMPILED)
 UNION_COMPILED = Provider("triton", "union", COMPILED)
-DENSE_FP8 = Provider("dense", None, COMPILED, FP8)
 AUTO_FP8 = Provider("auto", precision=FP8)
 _PATHS = [(backend, None) for backend in (*BACKENDS, "reference")]
 _PATHS += [("triton", path) for path in ("dense", *SPARSE_PATHS)]

@@ -1,11 +1,11 @@
 """Measured rows: the columns of each file of data/bench, and the files that rows are appended to.
 
-data/README.md says what the columns mean.
+data/README.md says what the columns mean. Columns that only recorded rows have stay empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
@@ -18,22 +18,12 @@ MODEL = f"model parameters {SIZES} dtype profile sdpa batch context tokens"
 ACTIVITY = "active active_max union"
 SPEED, WORK, ENERGY = "p20 p50 p80", "flops bytes roofline", "energy watts"
 KERNEL = "provider kernel launches ms"
-LAYER_TIMES = "dense sparse auto auto_path relative_rms"
-# The printed columns of a row, where they have values.
-SHOWN = (
-    "metric value unit model tokens batch context pattern active layer provider path p50 ms "
-    "roofline dense sparse auto tokens_per_ms requests_per_second first_token "
-    "tokens_per_second energy peak largest "
-    "cross_entropy difference low high"
-).split()
-
 COLUMNS = {
     file: columns.split()
     for file, columns in {
         "ffn": f"{LAYER} active_max union mode weight_sets provider path relative_rms "
         f"{SPEED} {WORK} {ENERGY}",
         "kernels": f"{LAYER} union {KERNEL} {WORK}",
-        "ceilings": "metric value unit",
         "training": f"{LAYER} active_max union mode provider path capacity relative_rms worst "
         f"{SPEED} forward held peak {WORK} {ENERGY}",
         "training_kernels": f"{LAYER} union {KERNEL}",
@@ -42,7 +32,8 @@ COLUMNS = {
         f"{SPEED} tokens_per_second peak {ENERGY} largest largest_tokens_per_second",
         "model": f"{MODEL} {ACTIVITY} mode provider path relative_rms layer_rms "
         f"{SPEED} tokens_per_ms peak {ENERGY} idle",
-        "model_layers": f"{MODEL} level layer wanted active p99 active_max union {LAYER_TIMES}",
+        "model_layers": f"{MODEL} level layer wanted active p99 active_max union "
+        "dense sparse auto auto_path relative_rms",
         "decode": f"{MODEL} {ACTIVITY} steps mode provider path relative_rms layer_rms same "
         f"{SPEED} tokens_per_second {ENERGY} idle",
         "serve": f"model parameters {SIZES} dtype profile attention cuda_graph requests shortest "
@@ -52,8 +43,11 @@ COLUMNS = {
         "high dense_difference dense_low dense_high active",
     }.items()
 }
-# Columns that only some rows have: None in the others.
-OPTIONAL = {"energy", "watts", "idle", "flops", "bytes", "roofline"}
+# The printed columns of a row, where they have values.
+SHOWN = (
+    "model batch context pattern tokens active layer kernel provider path p50 ms dense sparse auto "
+    "tokens_per_second first_token energy peak largest cross_entropy difference low high"
+).split()
 
 
 class Rows:
@@ -63,13 +57,12 @@ class Rows:
     the folder is a file, ValueError for a file with other columns.
     """
 
-    def __init__(self, folder: str | Path | None, files: Sequence[str]):
-        if folder is not None and Path(folder).is_file():
-            names = ", ".join(f"{name}.csv" for name in files)
-            raise NotADirectoryError(f"{folder} is a file; out is a folder, for {names}")
+    def __init__(self, folder: str | Path | None, *files: str):
         self.folder = None if folder is None else Path(folder)
         self.origin = results.provenance()
         self.by_file: dict[str, list[dict]] = {name: [] for name in files}
+        if self.folder and self.folder.is_file():
+            raise NotADirectoryError(f"{folder} is a file; out is the folder of the CSV files")
         for name in files if self.folder else ():
             path, columns = self.folder / f"{name}.csv", COLUMNS[name]
             existing = list(pd.read_csv(path, nrows=0)) if path.is_file() else columns
@@ -77,8 +70,8 @@ class Rows:
             require(existing[: len(columns)] == columns, message)
 
     def add(self, name: str, rows: Iterable[dict]) -> None:
-        """Append and print rows, each with its file's columns; KeyError for a row without one."""
-        rows = [{c: row.get(c) if c in OPTIONAL else row[c] for c in COLUMNS[name]} for row in rows]
+        """Append and print rows, with the columns of their file."""
+        rows = [{column: row.get(column) for column in COLUMNS[name]} for row in rows]
         for row in rows:
             shown = (f"{c} {row[c]}" for c in SHOWN if row.get(c) is not None)
             print(f"{name}:", *shown, sep="  ", flush=True)

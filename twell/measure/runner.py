@@ -61,7 +61,7 @@ class Call:
 
     run: the function to time. columns: the provider's columns, such as its error. per_run: the
     calls that a run makes, such as layers of a graph. flush: empty the cache before each run.
-    enter: switches a shared model to this provider. metered: whether its energy is measured.
+    enter: switches a shared model to this provider.
     """
 
     run: Run
@@ -69,7 +69,6 @@ class Call:
     per_run: int = 1
     flush: bool = False
     enter: Run = lambda: None
-    metered: bool = True
 
 
 def bench(case: Any, providers: Iterable[Hashable], turns: str = "layer") -> dict[Any, dict]:
@@ -114,9 +113,9 @@ class _Timer:
         self.counted.append((number + LEAD, *used))
 
     def columns(self) -> dict:
-        times = np.concatenate(self.times)
-        columns = self.call.columns | quantiles(times / self.call.per_run)
-        if self.gpu.meter is None or not self.call.metered:
+        times, per_run = np.concatenate(self.times), self.call.per_run
+        columns = self.call.columns | quantiles(times / per_run)
+        if self.gpu.meter is None:
             return columns
         if self.call.flush or self.turns.ms < ENERGY_MS / 2:
             self.call.enter()
@@ -126,8 +125,8 @@ class _Timer:
             _, *used = self.gpu.metered(lambda: repeat([self.call.run], number))
             self.counted = [(number, *used)]
         runs, used, seconds = np.sum(self.counted, axis=0)
-        energy = significant(used / runs / self.call.per_run, 5)
-        return columns | {"energy": energy, "watts": round(float(used / 1e3 / seconds), 1)}
+        watts = round(float(used / 1e3 / seconds), 1)
+        return columns | {"energy": significant(used / runs / per_run, 5), "watts": watts}
 
 
 def repeat(calls: Sequence[Run], rounds: int) -> None:
@@ -156,7 +155,7 @@ class Gpu:
         self.meter: Callable[[], int] | None = None
         try:
             self.meter = energy_meter() if energy else None
-        except RuntimeError as error:
+        except Exception as error:  # no package, or an error of NVML
             print(f"energy is not measured: {error}", flush=True)
 
     def flushed_times(self, run: Run, budget: float) -> np.ndarray:
@@ -208,7 +207,6 @@ class Gpu:
         return round(used / 1e3 / seconds, 1)
 
     def allocated(self) -> int:
-        """Return the bytes allocated now."""
         return torch.cuda.memory_allocated()
 
     def peak(self, run: Run) -> tuple[int, int]:
@@ -237,19 +235,14 @@ class Gpu:
 
 
 def energy_meter() -> Callable[[], int]:
-    """Return the reader of the GPU's energy counter in mJ; RuntimeError where there is none."""
-    try:
-        import pynvml
-    except ImportError:
-        raise RuntimeError("the package nvidia-ml-py is not installed") from None
-    try:
-        pynvml.nvmlInit()
-        # NVML numbers all GPUs, torch only the visible ones.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-        meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-        meter()
-    except pynvml.NVMLError as error:
-        raise RuntimeError(f"NVML says: {error}") from None
+    """Return the reader of the GPU's energy counter in mJ, by the package nvidia-ml-py."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    # NVML numbers all GPUs, torch only the visible ones.
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+    meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    meter()
     return meter
 
 

@@ -10,56 +10,25 @@ and no HTTP.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from twell.measure import check, imposed, runner
-from twell.measure.patterns import IMPOSED
+from twell.measure.patterns import layer_means
 from twell.measure.providers import DENSE_EAGER, Provider, model_providers
 from twell.measure.rows import Rows, require, significant
 from twell.measure.sides import Subject, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
 
-ROUNDS = 3
+ROUNDS, SEED = 3, 0
 Answer = tuple[float, np.ndarray]  # seconds of all requests, and to the first token of each
-
-
-@dataclass(frozen=True)
-class Load:
-    """The requests, all at once: prompts of lengths from `shortest` to `longest`.
-
-    Lengths are evenly drawn by `seed`. cuda_graph: transformers' option, None: its own choice.
-    """
-
-    requests: int = 64
-    shortest: int = 128
-    longest: int = 1024
-    new_tokens: int = 128
-    cuda_graph: bool | None = None
-    seed: int = 0
-
-    def __post_init__(self):
-        for name in ("requests", "shortest", "new_tokens"):
-            number = getattr(self, name)
-            require(number >= 1, f"{name} is {number}; it has to be at least 1")
-        message = f"prompts of {self.shortest} to {self.longest} tokens: there are none"
-        require(self.shortest <= self.longest, message)
-
-    def prompts(self, vocab_size: int) -> list[list[int]]:
-        g = torch.Generator().manual_seed(self.seed)
-        lengths = torch.randint(self.shortest, self.longest + 1, (self.requests,), generator=g)
-        tokens = imposed.draw_tokens(vocab_size, self.requests, self.longest, seed=self.seed)
-        return [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
 
 
 @torch.no_grad()
@@ -67,50 +36,46 @@ def serve(
     size: str = "2b",
     overrides: Sequence[str] = (),
     *,
-    load: Load | None = None,
+    requests: int = 64,
+    prompts: tuple[int, int] = (128, 1024),
+    new_tokens: int = 128,
+    cuda_graph: bool = False,
     profile: str = "paper",
     active: float | None = None,
     seconds: float = math.inf,
     out: str | Path | None = None,
 ) -> list[dict]:
-    """Time serving with a model in bf16: dense, sparse and by "auto". Return rows of serve.csv.
+    """Time serving with a model in bf16, dense, sparse and by "auto": `twell measure serve`.
 
-    A model whose feed-forward layers return zeros is timed too: no kernel can serve faster than it.
-    An interrupted measurement writes the rows of the rounds that it has.
-
-    Args:
-        size: a configuration of the package or a YAML file (`TrainConfig.load`), random weights.
-        overrides: fields of it to change, as key=value.
-        load: the requests; None: the defaults of Load.
-        profile: how the activity varies over layers, see `Pattern`.
-        active: mean active neurons per token and layer; default: the paper's for this size.
-        seconds: after so many no further round begins; one round is always measured.
-        out: the folder of serve.csv.
-
-    Raises ValueError for unfit arguments, ArithmeticError for a wrong result, RuntimeError without
-    a GPU and where transformers does not finish a request.
+    prompts: the smallest and the largest length; lengths are evenly drawn. A model whose
+    feed-forward layers return zeros is timed too: no kernel can serve faster than it. After
+    `seconds` no further round begins. An interrupted measurement writes the rows of the rounds that
+    it has. Returns the rows of serve.csv. Raises as `ffn` does, and RuntimeError where transformers
+    does not finish a request.
     """
-    start, load, gpu = time.monotonic(), load or Load(), runner.Gpu()
-    rows = Rows(out, ["serve"])
-    mean = imposed.paper_active(size) if active is None else active
-    require(seconds > 0, f"seconds is {seconds:g}; it has to be above 0")
+    start, gpu, rows = time.monotonic(), runner.Gpu(), Rows(out, "serve")
+    shortest, longest = prompts
+    counts = f"{requests} requests, prompts of {shortest} to {longest} tokens, {new_tokens} new"
+    require(min(requests, shortest, new_tokens) >= 1 and shortest <= longest, f"{counts}: too few")
+    mean = imposed.PAPER_ACTIVE.get(size, imposed.ACTIVE) if active is None else active
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - start:6.1f} s  {line}", flush=True)
 
     say(f"build {size}")
-    longest = load.longest + load.new_tokens
-    model, config = random_model(size, overrides, longest, gpu.device)
+    model, config = random_model(size, overrides, longest + new_tokens, gpu.device)
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
-    pattern = replace(IMPOSED, profile=profile)
-    imposed.impose(model, pattern.means(config.num_layers, mean), draw(64, 128, seed=1))
-    subject, ids = Subject(size, model, profile, None, gpu), draw(1, load.longest)
+    imposed.impose(model, layer_means(profile, config.num_layers, mean), draw(64, 128, seed=1))
+    subject, ids = Subject(size, model, profile, gpu), draw(1, longest)
     activity = imposed.activity_of(model, ids)
     subject.observe(activity, ids.numel())
-    prompts = load.prompts(config.vocab_size)
-    about = subject.case(ids, activity) | dataclasses.asdict(load)
-    about |= {"prompt_tokens": sum(map(len, prompts)), "attention": _attention()}
-    about["cuda_graph"] = "default" if load.cuda_graph is None else load.cuda_graph
+    g = torch.Generator().manual_seed(SEED)
+    lengths = torch.randint(shortest, longest + 1, (requests,), generator=g)
+    tokens = imposed.draw_tokens(config.vocab_size, requests, longest, seed=SEED)
+    texts = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
+    about = subject.case(ids, activity) | {"requests": requests, "new_tokens": new_tokens}
+    about |= {"shortest": shortest, "longest": longest, "prompt_tokens": int(lengths.sum())}
+    about |= {"cuda_graph": cuda_graph, "attention": "default", "seed": SEED}
 
     errors: dict[Provider, float] = {}
     once = functools.partial(forward, model, ids)
@@ -129,14 +94,14 @@ def serve(
             for provider in answers if number % 2 else reversed(answers):
                 subject.become(provider or DENSE_EAGER)
                 with contextlib.nullcontext() if provider else _without_ffn(model):
-                    answer = _answer(model, prompts, load)
+                    answer = _answer(model, texts, new_tokens, cuda_graph)
                 name = provider or "no feed-forward layer"
                 say(f"round {number} of {ROUNDS}: {name} took {answer[0]:.2f} s")
                 answers[provider] += [answer] if number else []
     finally:  # also the rounds of an interrupted command
-        about["without_ffn"] = _columns(answers.pop(None), load).get("p50")
+        about["without_ffn"] = _columns(answers.pop(None), new_tokens).get("p50")
         for provider, several in answers.items():
-            if columns := _columns(several, load):
+            if columns := _columns(several, new_tokens):
                 own = {"provider": provider.name, "layer_rms": errors[provider]}
                 rows.add("serve", [about | own | columns])
     return rows.by_file["serve"]
@@ -154,24 +119,19 @@ def _without_ffn(model: SparseLlamaForCausalLM) -> Iterator[None]:
             del ffn.forward
 
 
-def _attention() -> str:
-    """Return the attention that continuous batching takes: "flash" where it is installed."""
-    flash = is_flash_attn_3_available, is_flash_attn_2_available
-    return "flash" if any(found(kernels_fallback_ok=True) for found in flash) else "sdpa"
-
-
-def _answer(model: SparseLlamaForCausalLM, prompts: list[list[int]], load: Load) -> Answer:
+def _answer(
+    model: SparseLlamaForCausalLM, prompts: list[list[int]], new_tokens: int, graphs: bool
+) -> Answer:
     """Serve all requests; with CUDA graphs once before, so that all graphs are captured."""
-    graphs = load.cuda_graph or (load.cuda_graph is None and _attention() == "flash")
     serve = functools.partial(
         model.generate_batch,
         prompts,
         generation_config=GenerationConfig(
-            max_new_tokens=load.new_tokens, do_sample=False, eos_token_id=-1
+            max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1
         ),
         # Without sharing: the second pass would find the prompts of the first in the cache.
         continuous_batching_config=ContinuousBatchingConfig(
-            use_cuda_graph=load.cuda_graph, allow_block_sharing=False
+            use_cuda_graph=graphs, allow_block_sharing=False
         ),
         record_timestamps=True,
         persistent_manager=graphs,
@@ -184,27 +144,23 @@ def _answer(model: SparseLlamaForCausalLM, prompts: list[list[int]], load: Load)
         if graphs:  # they belong to the present provider
             model.destroy_cached_continuous_batching_manager()
     lengths = [len(answer.generated_tokens) for answer in answers]
-    if lengths != [load.new_tokens] * load.requests:
-        errors = {answer.error for answer in answers} - {None}
-        raise RuntimeError(
-            f"transformers answered {len(lengths)} of {load.requests} requests with "
-            f"{min(lengths, default=0)} to {max(lengths, default=0)} of {load.new_tokens} tokens: "
-            f"{'; '.join(sorted(errors)) or 'it says no reason'}"
-        )
+    if lengths != [new_tokens] * len(prompts):
+        errors = "; ".join({str(answer.error) for answer in answers})
+        raise RuntimeError(f"transformers answered with {lengths} tokens: {errors}")
     start = min(answer.created_time for answer in answers)
     end = max(answer.timestamps[-1] for answer in answers)
     first = [answer.timestamps[0] - answer.created_time for answer in answers]
     return end - start, np.array(first)
 
 
-def _columns(answers: list[Answer], load: Load) -> dict:
+def _columns(answers: list[Answer], new_tokens: int) -> dict:
     """Return a provider's columns, in ms; none without answers."""
     if not answers:
         return {}
     total = np.array([seconds for seconds, _ in answers])
     first = 1e3 * np.concatenate([seconds for _, seconds in answers])
     columns = runner.quantiles(1e3 * total) | {"rounds": len(answers)}
-    columns["requests_per_second"] = load.requests / np.median(total)
-    columns["tokens_per_second"] = load.requests * load.new_tokens / np.median(total)
+    columns["requests_per_second"] = len(answers[0][1]) / np.median(total)
+    columns["tokens_per_second"] = new_tokens * columns["requests_per_second"]
     columns["first_token"], columns["first_token_p95"] = np.quantile(first, (0.5, 0.95))
     return {name: significant(number, 5) for name, number in columns.items()}

@@ -13,22 +13,22 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import fmean
+from types import SimpleNamespace
 
-import pandas as pd
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
 from twell.measure import check, imposed
-from twell.measure.case import allow_recompiling, check_sizes
+from twell.measure.layer import allow_recompiling, check_sizes
 from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
 from twell.measure.quantized import Linears
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse import calibration as plan
-from twell.sparse.calibration import Calibration
 
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
@@ -36,9 +36,8 @@ COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 class Compiled:
     """A model whose decoder layers and last norm are compiled, or not: call it with True or False.
 
-    Each module is compiled by itself, whole (fullgraph) and for each shape anew (not dynamic), with
-    torch.compile's `options`. around: calls the compiled module, its first argument. torch has no
-    public way to undo nn.Module.compile.
+    around: calls the compiled module, its first argument. torch has no public way to undo
+    nn.Module.compile.
     """
 
     def __init__(
@@ -90,8 +89,8 @@ def exact_hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
     return forward(wide, ids)[0]
 
 
-class Sides:
-    """A model that computes its feed-forward layers by one provider and then by another.
+class Subject:
+    """A model that computes by one provider and then by another, with the columns of its rows.
 
     Dense providers have down projections stored as nn.Linear does. A Triton provider has no path:
     each layer takes the kernels' own choice. graphs: whether few tokens run in CUDA graphs, which
@@ -100,17 +99,17 @@ class Sides:
 
     def __init__(
         self,
+        name: str,
         model: SparseLlamaForCausalLM,
-        calibration: Calibration | None = None,
+        profile: str,
+        gpu: Gpu,
         graphs: bool = True,
     ):
-        self.model, self.calibration, self.graphs = model, calibration, graphs
-        for ffn in model.ffns:
-            ffn.calibration = calibration
+        self.model, self.gpu, self.graphs = model, gpu, graphs
+        self.columns = model_columns(name, model, profile) | {"idle": gpu.idle_watts()}
+        self.calibrations = [ffn.calibration for ffn in model.ffns]  # of layers in bf16
         self.take_weights()
-        self.compiled = {
-            kind: Compiled(model, options) for kind, options in COMPILE_OPTIONS.items()
-        }
+        self.compiled = {kind: Compiled(model, given) for kind, given in COMPILE_OPTIONS.items()}
         allow_recompiling()
 
     def take_weights(self) -> None:
@@ -130,10 +129,10 @@ class Sides:
         for weight, layout in zip(self.down, layouts, strict=True):
             weight.data = layout
         self.linears.become(provider)
-        for ffn in self.model.ffns:
+        for ffn, calibration in zip(self.model.ffns, self.calibrations, strict=True):
             if ffn.chooser.quantized != provider.in_fp8:
                 ffn.chooser.quantized = provider.in_fp8
-                ffn.calibration = None if provider.in_fp8 else self.calibration
+                ffn.calibration = None if provider.in_fp8 else calibration
         self.model.set_ffn_backend(provider.backend)
 
     def observe(self, activity: Sequence[dict], tokens: int) -> None:
@@ -151,6 +150,54 @@ class Sides:
         situation = plan.GRAPH if self.graphs else situation
         paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
+
+    def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
+        """Return a case's columns: means over layers, and the most active neurons of a token."""
+        return self.columns | {
+            "batch": ids.shape[0],
+            "context": ids.shape[1],
+            "tokens": ids.numel(),
+            "active": round(fmean(layer["mean"] for layer in activity), 2),
+            "active_max": int(max(layer["max"] for layer in activity)),
+            "union": round(fmean(layer["union"] for layer in activity), 1),
+        }
+
+    def measure(
+        self,
+        case: dict,
+        providers: Sequence[Provider],
+        once: Run,
+        judge: check.Judge,
+        take: Callable[[Provider], tuple[Tensor, Run, dict]],
+        per_run: int = 1,
+    ) -> list[dict]:
+        """Check and time passes; return a row of each provider.
+
+        once: a pass. Its layers are compared with fp64, once for each backend and precision. judge:
+        compares the results of passes. take: returns a provider's result, the run to be timed and
+        columns; the model computes by the provider already. per_run: the calls that a run makes.
+        """
+        worst: dict[Provider, float] = {}
+
+        def prepare(provider: Provider) -> Call:
+            eager = replace(provider, compilation=EAGER)
+            if eager not in worst:
+                self.become(eager)
+                what = f"{provider.backend} {provider.precision or 'bf16'} of {judge.title}"
+                worst[eager] = check.check_layers(self.model.ffns, once, what)
+            self.become(provider)
+            result, run, columns = take(provider)
+            error = judge.check(provider.name, result, provider.in_fp8)
+            columns["relative_rms"] = significant(error, 3)
+            columns["layer_rms"] = significant(worst[eager], 3)
+            return Call(run, columns, per_run, enter=functools.partial(self.become, provider))
+
+        passes = SimpleNamespace(gpu=self.gpu, prepare=prepare)
+        tokens = case["tokens"]
+        return [
+            case | {"provider": one.name, "path": self.paths(one, tokens)} | columns
+            for one, columns in bench(passes, providers, "pass").items()
+        ]
 
 
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
@@ -171,79 +218,6 @@ def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dic
     }
 
 
-class Subject(Sides):
-    """A model that is measured by all providers, with the columns of all its rows."""
-
-    def __init__(
-        self,
-        name: str,
-        model: SparseLlamaForCausalLM,
-        profile: str,
-        calibration: Calibration | None,
-        gpu: Gpu,
-        graphs: bool = True,
-    ):
-        super().__init__(model, calibration, graphs)
-        self.gpu = gpu
-        self.columns = model_columns(name, model, profile) | {"idle": gpu.idle_watts()}
-
-    def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
-        """Return a case's columns: means over layers, and the most active neurons of a token."""
-        layers = pd.DataFrame(activity)
-        return self.columns | {
-            "batch": ids.shape[0],
-            "context": ids.shape[1],
-            "tokens": ids.numel(),
-            "active": round(float(layers["mean"].mean()), 2),
-            "active_max": int(layers["max"].max()),
-            "union": round(float(layers["union"].mean()), 1),
-        }
-
-
-class ModelCase:
-    """Passes of a model, for `runner.bench`.
-
-    once: a pass. Its layers are compared with fp64, once for each backend and precision.
-    judge: compares the results of passes. take: returns a provider's result, the run to be timed
-    and columns; the model computes by the provider already. per_run: the calls that a run makes.
-    """
-
-    def __init__(
-        self,
-        subject: Subject,
-        title: str,
-        once: Run,
-        judge: check.Judge,
-        take: Callable[[Provider], tuple[Tensor, Run, dict]],
-        per_run: int = 1,
-    ):
-        self.subject, self.gpu, self.title = subject, subject.gpu, title
-        self.once, self.judge, self.take, self.per_run = once, judge, take, per_run
-        self.worst: dict[Provider, float] = {}
-
-    def prepare(self, provider: Provider) -> Call:
-        """Check a provider's layers and its result."""
-        eager = replace(provider, compilation=EAGER)
-        if eager not in self.worst:
-            self.subject.become(eager)
-            what = " ".join(filter(None, (provider.backend, provider.precision, "of", self.title)))
-            self.worst[eager] = check.check_layers(self.subject.model.ffns, self.once, what)
-        self.subject.become(provider)
-        result, run, columns = self.take(provider)
-        error = self.judge.check(provider.name, result, provider.in_fp8)
-        columns["relative_rms"] = significant(error, 3)
-        columns["layer_rms"] = significant(self.worst[eager], 3)
-        enter = functools.partial(self.subject.become, provider)
-        return Call(run, columns, self.per_run, enter=enter)
-
-    def rows(self, case: dict, tokens: int, providers: Sequence[Provider]) -> list[dict]:
-        """Return a row of each provider; `tokens`: of one call of a layer."""
-        return [
-            case | {"provider": one.name, "path": self.subject.paths(one, tokens)} | columns
-            for one, columns in bench(self, providers, "pass").items()
-        ]
-
-
 def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
     """Raise ValueError for a model that the kernels do not take."""
     unfit = f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
@@ -254,11 +228,7 @@ def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
 def random_model(
     size: str, overrides: Sequence[str], context: int, device: torch.device
 ) -> tuple[SparseLlamaForCausalLM, TrainConfig]:
-    """Return a model in bf16 for up to `context` tokens, and its configuration.
-
-    `imposed.draw_weights` draws the weights; `size` and `overrides` are of `TrainConfig.load`.
-    Raises ValueError for a model that the kernels do not take.
-    """
+    """Return a model of `imposed.draw_weights` in bf16 for `context` tokens, and its sizes."""
     config = TrainConfig.load(size, overrides)
     sizes = config.model_config()
     check_model(size, sizes, context)

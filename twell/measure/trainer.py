@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from twell.config import TrainConfig
 from twell.measure import imposed, runner
 from twell.measure.check import TOLERANCE
-from twell.measure.patterns import IMPOSED, Pattern
+from twell.measure.patterns import layer_means
 from twell.measure.providers import Provider, compilations
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import Call, bench
@@ -33,7 +32,6 @@ from twell.train.build import adamw
 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 L1_COEFFICIENT = 2e-5
-ACTIVE = 29.0  # of a size that the paper does not have
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time
 COMPARED = (
     (f"the loss after {CHECKED_STEPS} steps", "loss"),
@@ -53,33 +51,18 @@ def train_step(
     energy: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
-    """Time one optimiser step of a language model on random tokens, dense and by unions.
-
-    Args:
-        model: a configuration of the package or a YAML file (`TrainConfig.load`); no text is read.
-        overrides: fields of it to change, as key=value.
-        active: mean active neurons per token over layers; None: the paper's for this size, else 29.
-        profile: how the mean varies over layers, "flat" or "paper" (`Pattern`).
-        compiled: True: only with each decoder layer compiled; False: only eager; None: both.
-        largest: also find the largest micro-batch that fits into memory, and the speed with it.
-        energy: also measure the energy of a step: over a second more for each row.
-        out: the folder of train_step.csv.
+    """Time one optimiser step on random tokens, dense and by unions: `twell measure train-step`.
 
     A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW
     on fp32 weights, with the L1 term at 2e-5 and the cross-entropy in chunks. Each provider takes 3
     steps at the configuration's learning rate. Its loss then, and the norms of its first gradient
-    (of all weights, and of the feed-forward ones), have to equal dense's. Returns the rows,
-    COLUMNS["train_step"]. Raises ValueError for unfit arguments, ArithmeticError for a provider
-    that learns something else, RuntimeError without a GPU. Ours.
+    (of all weights, and of the feed-forward ones), have to equal dense's. Returns the rows of
+    train_step.csv. Raises as `ffn` does. Ours.
     """
-    gpu = runner.Gpu(energy)
+    gpu, rows = runner.Gpu(energy), Rows(out, "train_step")
     config = model_config(model, overrides)
-    active = imposed.PAPER_ACTIVE.get(model, ACTIVE) if active is None else active
-    limit = f"it has to be above 0 and below {config.intermediate_size}, the neurons"
-    require(0 < active < config.intermediate_size, f"active is {active:g}; {limit}")
-    pattern = replace(IMPOSED, profile=profile)
-    rows = Rows(out, ["train_step"])
-    trainer = Trainer(model, config, active, pattern, gpu)
+    active = imposed.PAPER_ACTIVE.get(model, imposed.ACTIVE) if active is None else active
+    trainer = Trainer(model, config, profile, active, gpu)
     providers = [
         Provider(backend, path, kind)
         for kind in compilations(compiled)
@@ -99,8 +82,6 @@ def model_config(model: str, overrides: Sequence[str]) -> TrainConfig:
     require(config.precision == "bf16", unfit)
     check_model(model, config.model_config(), config.context)
     config.micro_batch = config.micro_batch or config.batch_tokens // config.context
-    unfit = f"micro_batch is {config.micro_batch}; it has to be at least 1"
-    require(config.micro_batch >= 1, unfit)
     return config
 
 
@@ -109,34 +90,26 @@ def _chunk_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunked_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    chunk: int = LOSS_CHUNK,
-    loss: Callable = _chunk_loss,
+    hidden: Tensor, weight: Tensor, labels: Tensor, loss: Callable = _chunk_loss
 ) -> Tensor:
-    """Return the mean cross-entropy in nats, with the logits of `chunk` tokens at a time.
+    """Return the mean cross-entropy in nats, with the logits of LOSS_CHUNK tokens at a time.
 
-    hidden [T, K], weight [V, K] of the head, labels [T] int64, -100 for no label. `loss` is the sum
-    over a chunk, compiled or not; backward computes it again. All logits of 32,768 tokens and a
-    vocabulary of 49,152 would be 6.4 GB in fp32, and their gradient as much.
+    hidden [T, K], weight [V, K] of the head, labels [T] int64, -100 for no label. All logits of
+    32,768 tokens and a vocabulary of 49,152 would be 6.4 GB in fp32, and their gradient as much.
     """
-    parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
+    parts = zip(hidden.split(LOSS_CHUNK), labels.split(LOSS_CHUNK), strict=True)
     sums = [checkpoint(loss, part, weight, label, use_reentrant=False) for part, label in parts]
     return torch.stack(sums).sum() / (labels != -100).sum()
 
 
 class Trainer:
-    """A model that takes optimiser steps on one batch, by one provider and then by another.
-
-    Statistics are not counted: the dense layers would need passes of their own for them.
-    """
+    """A model that takes optimiser steps on one batch, by one provider and then by another."""
 
     def __init__(
-        self, name: str, config: TrainConfig, active: float, pattern: Pattern, gpu: runner.Gpu
+        self, name: str, config: TrainConfig, profile: str, active: float, gpu: runner.Gpu
     ):
-        self.name, self.config, self.pattern, self.gpu = name, config, pattern, gpu
+        self.name, self.config, self.profile, self.gpu = name, config, profile, gpu
+        means = layer_means(profile, config.num_layers, active)
         with gpu.device:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)
@@ -145,20 +118,19 @@ class Trainer:
         sample = config.vocab_size, 64, min(config.context, 128)
         with self.autocast():
             tokens = imposed.draw_tokens(*sample, device=gpu.device, seed=1)
-            imposed.impose(self.model, pattern.means(config.num_layers, active), tokens)
+            imposed.impose(self.model, means, tokens)
             self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
         parameters = self.model.named_parameters()
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in parameters}
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
         self.expected: tuple[float, ...] = ()  # results of the first provider
-        # Around a compiled layer: within it, it could not keep its L1 term.
-        around = functools.partial(checkpoint, use_reentrant=False)
-        self.compiled = Compiled(
-            self.model, around=around if config.checkpoint_activations else None
-        )
+        around = None
         if config.checkpoint_activations:
+            # Around a compiled layer: within it, it could not keep its L1 term.
+            around = functools.partial(checkpoint, use_reentrant=False)
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.compiled = Compiled(self.model, around=around)
         self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
         SparseTraining(self.model).allow_recompiling()
 
@@ -208,10 +180,7 @@ class Trainer:
         return ops.takes(rows, self.config.intermediate_size) and fits and all(self.sparse.sparse)
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Take one optimiser step; return the loss before it and two norms of its gradient.
-
-        The norms are of all weights and of the feed-forward ones.
-        """
+        """Take a step; return the loss before it and its gradient's norms: all, feed-forward."""
         for _ in range(1) if self.sparse is None else self.sparse.attempts():
             self.optimizer.zero_grad()
             with self.autocast():
@@ -220,7 +189,7 @@ class Trainer:
                 with collect_l1(self.model) as terms:
                     outputs = self.model.model(input_ids=self.tokens, use_cache=False)
                 hidden, head = outputs.last_hidden_state.flatten(0, 1), self.model.lm_head.weight
-                loss = chunked_cross_entropy(hidden, head, self.labels, loss=self.loss)
+                loss = chunked_cross_entropy(hidden, head, self.labels, self.loss)
                 loss = loss + self.config.l1_coefficient * terms.mean()
             loss.backward()
         own = nn.utils.get_total_norm([p.grad for ffn in self.model.ffns for p in ffn.parameters()])
@@ -248,10 +217,7 @@ class Trainer:
         return False
 
     def largest(self) -> int:
-        """Return the most documents, within 3%, whose step fits into memory; 0: none.
-
-        They are the batch from then on.
-        """
+        """Take the most documents, within 3%, whose step fits into memory; return their number."""
         fits, too_many = 0, self.config.micro_batch
         while self.fits(too_many):
             fits, too_many = too_many, 2 * too_many
@@ -276,17 +242,15 @@ class Trainer:
         self.leave()
         self.sparse_state = None
         columns = {"loss": significant(results[0], 6), "grad_norm": significant(results[1], 4)}
-        enter = functools.partial(self.become, provider, 0.0)
-        return Call(self.step, columns, enter=enter)
+        return Call(self.step, columns, enter=functools.partial(self.become, provider, 0.0))
 
     def row(self, provider: Provider, columns: dict, largest: bool) -> dict:
         """Return the row of a provider that was timed."""
         self.become(provider, 0.0)
         self.step()  # allocates the optimiser's state
-        config, profile = self.config, self.pattern.profile
         fields = "context", "micro_batch", "precision", "checkpoint_activations"
-        row = model_columns(self.name, self.model, profile) | columns
-        row |= {name: getattr(config, name) for name in fields}
+        row = model_columns(self.name, self.model, self.profile) | columns
+        row |= {name: getattr(self.config, name) for name in fields}
         row |= {
             "active": round(float(np.mean(self.active)), 2),
             "active_max": round(max(self.active), 2),
@@ -295,11 +259,10 @@ class Trainer:
             "capacity": self.sparse and self.sparse.summary()["capacity"],
             "tokens_per_second": round(1e3 * self.tokens.numel() / columns["p50"]),
             "peak": self.gpu.peak(self.step)[1],
-            "largest": self.largest() if largest else None,
-            "largest_tokens_per_second": None,
         }
-        if row["largest"]:
+        if largest and (most := self.largest()):
             ms = np.median(self.gpu.replay_times(self.step, 5, lead=1))
-            row["largest_tokens_per_second"] = round(1e3 * self.tokens.numel() / ms)
-        self.draw(config.micro_batch)
+            speed = round(1e3 * self.tokens.numel() / ms)
+            row |= {"largest": most, "largest_tokens_per_second": speed}
+        self.draw(self.config.micro_batch)
         return row

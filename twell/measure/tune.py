@@ -60,28 +60,22 @@ def tune(
 
     training = model.training
     with ExitStack() as hooks:
+        hooks.callback(model.train, training)
         for ffn in ffns:
             hooks.callback(ffn.register_forward_pre_hook(count).remove)
-        try:
-            model.eval()(**(batch if isinstance(batch, Mapping) else {"input_ids": batch}))
-        finally:
-            model.train(training)
-    if len(counted) < len(ffns):
-        raise ValueError(
-            f"{len(ffns) - len(counted)} of {len(ffns)} layers did not run on this batch; give one "
-            "that every layer sees"
-        )
-    activity = []
-    for tokens, blocks, active, union, size in (counted[ffn] for ffn in ffns):
+        model.eval()(**(batch if isinstance(batch, Mapping) else {"input_ids": batch}))
+    if idle := len(ffns) - len(counted):
+        raise ValueError(f"{idle} of {len(ffns)} layers did not run on this batch; give another")
+    activity, rows = [], []
+    for ffn in ffns:
+        tokens, blocks, active, union, size = counted[ffn]
         activity.append([size, active / tokens, union / blocks])
     apply_activity(ffns, activity)
     if config is not None:
         setattr(config, ACTIVITY, activity)
-    rows = [
-        {"layer": layer, "active": active, f"union of {size}": union}
-        | {situation: _text(plan) for situation, plan in ffn.plans.items()}
-        for layer, (ffn, (size, active, union)) in enumerate(zip(ffns, activity, strict=True))
-    ]
+    for layer, (ffn, (size, active, union)) in enumerate(zip(ffns, activity, strict=True)):
+        row = {"layer": layer, "active": active, f"union of {size}": union}
+        rows.append(row | {situation: _text(plan) for situation, plan in ffn.plans.items()})
     table = pd.DataFrame(rows).set_index("layer").round(1)
     print(table.to_string(), flush=True)
     return table
