@@ -30,8 +30,8 @@ from study import analysis
 from twell import corpus, results, trace
 from twell.config import TrainConfig
 from twell.models import load_stock
-from twell.trace.records import COMPRESSIONS
 from twell.trace.counter import Counter
+from twell.trace.records import COMPRESSIONS
 from twell.trace.watch import same_length, watch
 from twell.train import run_text
 from twell.train.samples import teacher_hash
