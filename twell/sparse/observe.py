@@ -1,9 +1,9 @@
-"""What a pass shows beside its output: the L1 term, activity counts, the capacity that it needed.
+"""Side results of a layer's pass: the L1 term, activity counts and the capacity that it needed.
 
-A layer hands these to the `Collector` that is open around its pass. A context variable holds it,
-so passes in other threads and of other replicas have collectors of their own. torch.compile cannot
-trace context variables: compiled layers leave them in their `Outbox`, which the collector empties,
-and so do layers in a graph break of the code that opened the collector.
+A layer gives them to the open `Collector`. A context variable holds the open collectors, so each
+thread and each replica has its own. torch.compile cannot trace context variables. So a compiled
+layer stores its side results in its `Outbox`, and the collector empties the box when it closes. A
+layer in a graph break of the code that opened the collector does the same.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def mean_entries(token_counts: Tensor) -> Tensor:
 
 
 class Wants(NamedTuple):
-    """What a pass computes beside y: the L1 term, activity without the tokens masked by 0, g and h."""
+    """What a pass computes in addition to y; the token mask is 0 for tokens not to count."""
 
     l1: bool
     activity: bool
@@ -76,7 +76,7 @@ class Wants(NamedTuple):
     hidden: bool = False
 
     def beside(self, other: Wants | None) -> Wants:
-        """Return what two collectors want together, with the mask of this one if it has one."""
+        """Return the union of two wants; this one's mask comes first."""
         if other is None:
             return self
         token_mask = other.token_mask if self.token_mask is None else self.token_mask
@@ -172,7 +172,7 @@ ONE_BLOCK = (
 
 
 class Collector:
-    """Receives what passes of SparseFFN layers show while it is open, as a `with` block.
+    """Collects the side results of SparseFFN layers inside a `with` block.
 
     Args:
         ffns: the layers whose passes count.
@@ -182,9 +182,9 @@ class Collector:
         hidden: call `see` with g and h of each eager pass, whatever the backend.
 
     `terms` are pairs (layer, sum_n |h| of each token) in the order of the passes: fp32, of the
-    input's leading shape, part of the autograd graph. Each block starts without any. All collectors
-    that are open receive them. Activation checkpointing repeats layers in the backward pass, when
-    the collector is closed. Raises RuntimeError where it is open already.
+    input's leading shape, part of the autograd graph. Each block starts with none. Every open
+    collector receives them. Activation checkpointing repeats layers in the backward pass, when the
+    collector is closed. Raises RuntimeError if it is open already.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Collector:
         """Take g and h [M, N] of a pass, before interventions."""
 
     def receive(self, ffn: nn.Module, l1: Tensor, grad: bool) -> None:
-        """Take the term of a pass that ran with `grad` enabled or not, if it is of these layers."""
+        """Store the L1 term of one of these layers; grad: whether the pass had gradients on."""
         if id(ffn) in self._ids:
             self.terms.append((ffn, l1))
             # Only training repeats layers by checkpointing; evaluation may leave gradients out.
@@ -269,10 +269,7 @@ _OPEN: ContextVar[tuple[Collector, ...]] = ContextVar("twell_collectors", defaul
 
 
 def open_collector(ffn: nn.Module | None = None) -> Collector | None:
-    """Return the innermost collector that is open in this thread; not in compiled code.
-
-    With `ffn`, the innermost that collects the terms of this layer.
-    """
+    """Return this thread's innermost open collector, with `ffn` of this layer. Not compiled."""
     for one in reversed(_OPEN.get()):
         if one.is_open and (ffn is None or id(ffn) in one._ids):
             return one
@@ -280,7 +277,7 @@ def open_collector(ffn: nn.Module | None = None) -> Collector | None:
 
 
 def hand_on(ffn: nn.Module, l1: Tensor, grad: bool) -> None:
-    """Give the term of a pass to all collectors that are open in this thread."""
+    """Give the L1 term of a pass to every open collector of this thread."""
     for one in _OPEN.get():
         if one.is_open:
             one.receive(ffn, l1, grad)
@@ -294,13 +291,13 @@ def show_hidden(ffn: nn.Module, g: Tensor, h: Tensor) -> None:
 
 
 class Outbox:
-    """What a layer leaves behind where it cannot reach a collector.
+    """Holds the side results of a layer that cannot reach a collector.
 
-    Code of torch.compile reads here what an open collector wants, and leaves the L1 term and the
-    activity of one pass. Without a collector the L1 term of the last pass in training mode stays in
-    `last`, for `l1_by_layer`. For `twell.SparseTraining`, `needed` (0-d int64, on the device) is
-    the most entries per token that any pass in training mode needed since it was last set to None,
-    while `watch_capacity` is set. A copy is empty.
+    Compiled code reads here what an open collector wants, and stores the L1 term and the activity
+    of one pass. Without a collector, `last` is the L1 term of the last pass in training mode, for
+    `l1_by_layer`. While `watch_capacity` is set, `needed` (0-d int64, on the device) is the largest
+    capacity that a pass in training mode needed since `needed` was reset, for
+    `twell.SparseTraining`. A copy is empty.
     """
 
     def __init__(self):
@@ -317,18 +314,18 @@ class Outbox:
         return Outbox, ()
 
     def open(self, wants: Wants | None, compiled: bool = False) -> None:
-        """Empty it, and note what a collector wants, and whether compiled code opened that."""
+        """Clear the box for a collector's wants; compiled: compiled code opened the collector."""
         self.wants, self.compiled = wants, compiled
         self.l1 = self.activity = self.last = None
         self.grad, self.overwritten = True, False
 
     def is_taken(self) -> bool:
-        """Return whether a block of another thread or task waits for what compiled code leaves."""
+        """Return whether a collector of another thread or task waits for this box."""
         owner = self.owner if self.used else None
         return owner is not None and owner.is_open and owner not in _OPEN.get()
 
     def leave(self, l1: Tensor | None, activity: Activity | None, grad: bool) -> None:
-        """Take what a pass shows that ran with `grad` enabled or not."""
+        """Store the side results of a pass; grad: whether it had gradients on."""
         if self.wants is None:
             self.last = l1
             return
@@ -339,7 +336,7 @@ class Outbox:
 
     @torch.no_grad()
     def need(self, activity: Activity) -> None:
-        """Take the capacity that a pass in training mode needed."""
+        """Raise `needed` to the capacity that a pass in training mode needed."""
         if not _has_values(activity.token_counts):
             return
         needed = activity.capacity

@@ -1,4 +1,4 @@
-"""Which path a layer takes for how many tokens, from a calibration and from the activity it saw.
+"""Chooses a layer's path by the number of tokens, from a calibration and the observed activity.
 
 `Chooser` belongs to one layer. It counts the layer's activity and adopts it at fixed numbers of
 calls, so that the same program takes the same paths in every run.
@@ -48,10 +48,9 @@ _by_hand = False  # see `captured_by_hand`
 
 @contextmanager
 def captured_by_hand() -> Iterator[None]:
-    """Let code that torch.compile makes inside take the paths for a CUDA graph.
+    """Compile code inside this block for a CUDA graph that you capture with torch.cuda.graph.
 
-    For who captures compiled code with torch.cuda.graph. Where torch.compile captures it, as in
-    mode "reduce-overhead", "auto" notices that by itself.
+    Where torch.compile itself captures, as in mode "reduce-overhead", "auto" notices it.
     """
     global _by_hand
     before, _by_hand = _by_hand, True
@@ -71,7 +70,7 @@ def _captures_graphs() -> bool:
 
 
 def situation_of(x: Tensor) -> str:
-    """Return how a layer is called that computes x: one of SITUATIONS."""
+    """Return how the layer is being called with x: one of SITUATIONS."""
     if torch.compiler.is_compiling():
         return GRAPH if _captures_graphs() else COMPILED
     return GRAPH if x.is_cuda and torch.cuda.is_current_stream_capturing() else EAGER
@@ -100,12 +99,12 @@ class Chooser:
     `observed` holds the newest mean of active neurons per token and of neurons in a block's union;
     None at first. Before that the plan is dense, unless the calibration has an expectation.
 
-    Counters are int64 [4] for each of CLASSES, on the layer's device. The kernels add to them, and
-    a dense call does so when one is due. The eager calls 1, 2, 4, 8 and so on of a class are due. Such a call first adopts what the due call before it began to copy to the host,
-    which waits for the device if that is not yet done, and at its end begins the next copy.
-    Activity since the copy before is the newest window, which alone decides. Where `frozen`, no
-    call counts (`freeze`). Copies and pickles of a chooser keep its plans and start with counters
-    of their own.
+    Counters are int64 [4] for each of CLASSES, on the layer's device. Sparse kernels add to them in
+    every eager call, a dense call only when it is due: the calls 1, 2, 4, 8 and so on of a class. A
+    due call adopts the counters that the due call before it began to copy to the host, and waits
+    for that copy if need be. Then it starts the next copy. The counts between two copies alone
+    decide. A frozen chooser counts nothing (`freeze`). Copies and pickles of a chooser keep its
+    plans and start with new counters.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, gated: bool):
@@ -289,7 +288,7 @@ class Chooser:
             self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
 
     def _activity(self, size: int, calibration: Calibration) -> tuple[float, float] | None:
-        """Return the active neurons and union to expect in calls of a class; None: unknown."""
+        """Return the active neurons and the union expected in calls of a class; None: unknown."""
         known = self._known
         if not known and calibration.expected is not None:
             known = {BLOCK: calibration.expected}
@@ -349,7 +348,7 @@ class Chooser:
 
 
 def _is_open(num_tokens: int) -> bool:
-    """Whether torch.compile makes code for numbers of tokens whose paths may differ."""
+    """Whether the code being compiled serves numbers of tokens that may take different paths."""
     # Not with the module: it loads sympy.
     from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
