@@ -1,11 +1,9 @@
 """The paper number by number: every claim has a number of ours, computed from data, and a verdict."""
 
-import numpy as np
 import pandas as pd
 import pytest
-import scipy.stats
 
-from study import analysis, paper
+from study import paper
 from tests.pages import script
 from twell import results
 
@@ -74,21 +72,8 @@ def test_a_bound_holds_if_the_whole_interval_is_within_it(value, limit, below, a
     assert paper.more_than(2, value, limit) == above
 
 
-def test_intervals_are_those_of_seeds(data):
-    """Student's t on the deviation between seeds, pooled over all settings with several."""
-    groups = data.choices.groupby(["choice", "l1_coefficient"])["cross_entropy_change"]
-    spread = groups.agg(["var", "count"]).query("count > 1")
-    freedom = (spread["count"] - 1).sum()
-    deviation = np.sqrt((spread["var"] * (spread["count"] - 1)).sum() / freedom)
-    limit = scipy.stats.t.ppf(0.975, freedom) * deviation * np.sqrt(2 / 3)
-    ours = analysis.noise_limit(data.choices, "cross_entropy_change", 3, 3)
-    assert ours == pytest.approx(limit)
-
-
 def test_numbers_and_claims_belong_together(data, monkeypatch):
     monkeypatch.setitem(paper.SUBJECTS, "fp8", lambda data: iter(()))
     monkeypatch.setattr(data, "subjects", {"fp8": data.subjects["fp8"]})
     with pytest.raises(ValueError, match="fp8_large"):
         paper.table(data)
-    with pytest.raises(KeyError, match="no subject 'nothing'"):
-        paper.section(pd.DataFrame({"subject": []}), "nothing")
