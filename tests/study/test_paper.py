@@ -11,13 +11,19 @@ ROOT = results.root()
 
 
 @pytest.fixture(scope="module")
-def data():
-    return paper.Recorded(ROOT)
+def lesson():
+    """The cells and names of the lesson that computes the table."""
+    return script("lessons").run(ROOT / "notebooks" / "00_paper.ipynb", {})
 
 
-@pytest.fixture(scope="module")
-def table(data):
-    return paper.table(data)
+@pytest.fixture
+def data(lesson):
+    return lesson[1]["data"]
+
+
+@pytest.fixture
+def table(lesson):
+    return lesson[1]["claims"]
 
 
 def test_every_claim_has_a_number_and_a_verdict(table):
@@ -32,6 +38,11 @@ def test_the_documents_have_the_numbers_of_the_table(data, table):
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     assert claims.claims_page(table, data.subjects) in page, "run python scripts/claims.py"
     assert claims.summary(table, data.readme) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_lesson_is_up_to_date(lesson):
+    page = (ROOT / "docs" / "lessons" / "00_paper.md").read_text(encoding="utf-8")
+    assert script("lessons").page("00_paper", lesson[0]) == page, "run make lessons"
 
 
 def test_the_main_number_computed_otherwise(data, table):
