@@ -6,6 +6,7 @@ import shutil
 import nbformat
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
@@ -62,7 +63,8 @@ def texts(figure):
     hidden = {id(label) for tick in ticks for label in (tick.label1, tick.label2)}
     every = [text for text in figure.findobj(Text) if id(text) not in hidden]
     every = [text for text in every if text.get_visible() and text.get_text().strip()]
-    return [(text.get_text(), text.get_window_extent()) for text in every]
+    renderer = FigureCanvasAgg(figure).get_renderer()  # else each text makes one
+    return [(text.get_text(), text.get_window_extent(renderer)) for text in every]
 
 
 def assert_readable(figure):
