@@ -1,7 +1,5 @@
 """Write the numbers of `study.paper` into docs/claims.md and README: python scripts/claims.py"""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path

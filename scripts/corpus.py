@@ -1,12 +1,9 @@
 """Make the text of the recorded runs from its parts: python scripts/corpus.py PARTS --out corpus
 
 PARTS holds train-00 to -03 and valid as .jsonl.xz, {"text", "source"} a line. The recorded runs
-left out the addresses of presidents ("sotu"), which stayed unseen, held out the end of the last
-part beside `valid`, and had tokenizers of the first part. Checked against what is recorded: the
-strings of both tokenizers, and the counts of all held-out tokens, in data/traces.
+left out the addresses of presidents ("sotu"), held out the end of the last part beside `valid`, and
+had tokenizers of the first part.
 """
-
-from __future__ import annotations
 
 import argparse
 import json

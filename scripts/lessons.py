@@ -7,17 +7,15 @@ text, tables, and links to the figures follow the cells. Pictures that are not a
 figures, since a model computes them here, are kept beside the pages.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
-import dataclasses
 import io
 import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace as Cell
 from typing import Any
 
 import nbformat
@@ -39,27 +37,16 @@ HEAD = """<!-- python scripts/lessons.py writes this page from the notebook -->
 """
 
 
-@dataclasses.dataclass
-class Cell:
-    """A cell that ran: its last value, the value by MIME type, and the printed text."""
-
-    kind: str
-    source: str
-    tags: Sequence[str] = ()
-    value: Any = None
-    shown: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    printed: str = ""
-
-
 def run(path: Path, given: Mapping[str, Any]) -> tuple[list[Cell], dict[str, Any]]:
     """Run a notebook in this process, without lines of IPython; return its cells and its names.
 
-    given: parameters, of which it takes those that it declares.
+    given: parameters, of which it takes those that it declares. A cell has its last value, what
+    IPython shows of it by MIME type, and the printed text.
     """
-    every = nbformat.read(path, 4).cells
-    done = [Cell(one.cell_type, one.source, one.metadata.get("tags", ())) for one in every]
-    names, formats = {}, DisplayFormatter()
-    for cell in done:
+    done, names, formats = [], {}, DisplayFormatter()
+    for one in nbformat.read(path, 4).cells:
+        cell = Cell(kind=one.cell_type, source=one.source, value=None, shown={}, printed="")
+        done.append(cell)
         if cell.kind != "code":
             continue
         tree = ast.parse(re.sub(r"^%.*$", "", cell.source, flags=re.M))
@@ -71,7 +58,7 @@ def run(path: Path, given: Mapping[str, Any]) -> tuple[list[Cell], dict[str, Any
         cell.printed = printed.getvalue()
         if cell.value is not None:
             cell.shown = formats.format(cell.value)[0]
-        if "parameters" in cell.tags:
+        if "parameters" in one.metadata.get("tags", ()):
             names |= {name: given[name] for name in names.keys() & given.keys()}
     return done, names
 

@@ -5,11 +5,8 @@
 #     bash scripts/recipe.sh gpu my-texts/           # one GPU
 #     bash scripts/recipe.sh four-gpus my-texts/     # four GPUs of one machine
 #
-# Goal: a dense model and a sparse twin that differ in the L1 term alone, a comparison of both, a page that shows which
-# neurons fire for which token, and a folder to give away. All of it lands in runs/recipe-SCALE.
-#
-# After an interruption give the same command again: trainings go on from their last checkpoint, and every other step is
-# skipped when its result is there.
+# It trains a dense model and a sparse twin, compares them, and writes a page that shows which neurons fire for which
+# token, and a folder to give away, all in runs/recipe-SCALE. After an interruption give the same command again.
 #
 # | scale     | model, tokens of each training | time of both trainings                                |
 # |-----------|--------------------------------|-------------------------------------------------------|
@@ -21,7 +18,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 SCALE=${1:-laptop} TEXTS=${2:-}
-
 
 # ---- Scale -----------------------------------------------------------------------------------------------------------
 # CONFIG, FIELDS: a configuration of twell/configs, and the fields that differ from it.
@@ -65,7 +61,6 @@ make_once() {
   if [ -e "$1" ]; then echo "$1 is there"; else "${@:2}"; fi
 }
 
-
 # ---- Environment -----------------------------------------------------------------------------------------------------
 # `make` sets up .venv with pinned versions. Then: versions, devices, and which backends can be used here.
 
@@ -73,7 +68,6 @@ make_once() {
 export PATH="$PWD/.venv/bin:$PATH"
 mkdir -p "$OUT"
 python -m twell info
-
 
 # ---- Train a dense model and its sparse twin -------------------------------------------------------------------------
 # Both use ReLU, the same text, seed and steps. A tokenizer is trained on the text, which is tokenised once and cached.
@@ -88,7 +82,6 @@ train() {
 train dense l1_coefficient=0
 train sparse l1_coefficient="$L1" backend="$BACKEND"
 
-
 # ---- Statistics and a trace ------------------------------------------------------------------------------------------
 # Statistics of each neuron over held-out tokens, in one small file beside the model; the inspector shows them.
 # Then every activation of one sentence.
@@ -98,7 +91,6 @@ make_once "$OUT/sparse/aggregate.npz" \
   python -m twell trace "$OUT/sparse" --valid --aggregate --out "$OUT/sparse/aggregate.npz"
 make_once "$OUT/trace.npz" python -m twell trace "$OUT/sparse" --text "$SENTENCE" --out "$OUT/trace.npz"
 
-
 # ---- Evaluate --------------------------------------------------------------------------------------------------------
 # Which of four continuations follows a passage of held-out text? Guessing is right in 25%. No download is needed.
 
@@ -107,19 +99,16 @@ for model in dense sparse; do
     python -m twell evaluate "$OUT/$model" --limit 200 --out "$OUT/$model.json"
 done
 
-
 # ---- Compare ---------------------------------------------------------------------------------------------------------
 # One line a model: held-out cross-entropy, active neurons per token, dead neurons, speed.
 
 python -m twell runs "$OUT"
-
 
 # ---- Look inside -----------------------------------------------------------------------------------------------------
 # A page of both models side by side, which opens without a server or a network.
 
 make_once "$OUT/inspector.html" \
   python -m twell inspect "$OUT/sparse" --text "$SENTENCE" --compare "$OUT/dense" --out "$OUT/inspector.html"
-
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
 # A folder to give away: bf16 weights, tokenizer and a model card that shows the dense twin beside it.

@@ -2,8 +2,29 @@
 
     analysis    rows to tables (DataFrames)
     plots       a table to a figure, one function a figure
-    record      measures and trains on a GPU what data/ holds; `trainings` lists the runs
+    paper       the paper number by number, with rules for each claim
+    record      measures and trains on a GPU what data/ holds
     keep        reduces a trained run to the small files of data/
 
 It is in no wheel: a clone has it, installed with `pip install -e .`. twell never imports it.
 """
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+
+def first_of(package: str, modules: str) -> Callable[[str], Any]:
+    """Return `__getattr__` of a package: a public name comes from the first module that has it.
+
+    Modules, with spaces between, are imported when a name is searched.
+    """
+
+    def load(name: str) -> Any:
+        for module in modules.split() if not name.startswith("_") else ():
+            public = importlib.import_module(module, package)
+            if hasattr(public, name):
+                return getattr(public, name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return load

@@ -4,12 +4,7 @@ DIR/runs/NAME gets configuration, provenance and log, DIR/traces/NAME.csv the ac
 position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted, unless
 --weights is given. Of a run of `twell relufy` the original answers too, once. FOLDER has some of
 the paper's seven tasks as .jsonl; without it all items are of held-out text.
-
-`twell evaluate` needs lm-eval, takes minutes, and has neither last words nor the loss of each
-held-out block. `analysis.paired_runs` and `analysis.paired_records` compare the answers of runs.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -23,16 +18,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from study import analysis
 from twell import corpus, results, trace
 from twell.config import TrainConfig
 from twell.models import load_stock
-from twell.trace.counter import Counter
-from twell.trace.records import COMPRESSIONS
-from twell.trace.watch import same_length, watch
+from twell.trace.watch import same_length
 from twell.train import run_text
 from twell.train.samples import teacher_hash
 
@@ -138,43 +130,6 @@ def answers(
     return pd.DataFrame(rows, columns=["task", "correct", "by_bytes"])
 
 
-class Counts(Counter):
-    """Counts over sequences of one length, with the methods that the tables of activity call.
-
-    An `Aggregate` would take a second pass, for examples. Nothing here reads those, nor unions or
-    pairs of neurons, so they are not counted.
-    """
-
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        self.count_active(layer, token)
-        self.count_values(layer, neuron, value)
-        self.count_tiles(layer, token, neuron)
-
-    def histogram(self) -> np.ndarray:
-        return self.active_histogram.cpu().numpy()
-
-    def neurons(self) -> tuple[np.ndarray, None, None]:
-        return self.value_histogram.sum(-1).cpu().numpy(), None, None
-
-    def by_position(self) -> tuple[np.ndarray, np.ndarray]:
-        active = self.position_active.cpu().numpy()
-        return np.full(active.shape[1], self.num_tokens // active.shape[1]), active
-
-    def overflows(self, _: int, compressions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        columns = [COMPRESSIONS.index(one) for one in compressions]
-        rows, tiles = (t.cpu().numpy() for t in (self.overflow_rows, self.overflow_tiles))
-        return rows[:, columns], tiles[:, columns]
-
-
-def activity(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
-    """Return `analysis.kept_activity` over the validation blocks."""
-    config, context = model.config, len(blocks[0])
-    shape = config.num_hidden_layers, config.intermediate_size, config.vocab_size
-    counts = Counts(*shape, context, device=model.device)
-    watch(model, blocks, max(1, trace.BATCH_TOKENS // context), counts)
-    return analysis.kept_activity(counts)
-
-
 def block_losses(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
     """Return the mean loss of each validation block (nats), as rows of `answers`."""
     losses = [round(-float(logprob.mean()), 4) for logprob, _ in scored(model, blocks)]
@@ -216,7 +171,8 @@ def main() -> None:
     blocks = tokens.draw(range(len(tokens))).tolist()
     if model.config.hidden_act == "relu":  # other neurons are never silent
         path = given.out / "traces" / f"{given.run.name}.csv"
-        activity(model, blocks).to_csv(path, index=False)
+        counted = trace.aggregate(model, tokenizer, blocks, max_bytes=2**62)
+        analysis.kept_activity(counted).to_csv(path, index=False)
 
     def answer(model: torch.nn.Module, name: str) -> int:
         table = pd.concat([answers(model, tokenizer, asked), block_losses(model, blocks)])

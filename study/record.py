@@ -1,16 +1,16 @@
 """Measure on a GPU what data/ holds: python -m study.record [PART ...] --out DIR
 
-Without a part it lists all parts. A part is a name of MEASURED or NEW, or the name of a recorded
-run, which is then trained again; patterns such as "85m-100m-*" work too. Each GPU runs one part at
-a time, with a log in DIR/logs. The same command again skips finished parts and resumes trainings.
+Without a part it lists those of MEASURED. A part is also a recorded run, which is then trained
+again, with other fields as in relufy-0.1:tokens=8e7,seed=1; patterns such as "85m-100m-*" work too.
+Each GPU runs one part at a time, with a log in DIR/logs. The same command again skips finished
+parts and resumes trainings.
 Parts with Accelerate's launcher take all of --gpus, after the others. Trainings read ./corpus
 (scripts/corpus.py makes it).
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
+import math
 import os
 import queue
 import shlex
@@ -91,53 +91,26 @@ MEASURED: dict[str, list[str]] = {
     "quality": [QUALITY(model) for model in ("data/checkpoints/twell-6m", *LEVELS.values())],
 }
 
-# New run -> the recorded run that it resembles, and the fields that differ.
-NEW: dict[str, tuple[str, str]] = {
-    "flagship-200m-l1-1.5e-4": ("flagship-200m-l1-6e-4", "l1_coefficient=1.5e-4"),
-    "unfitted-0.1-t-0.5": ("relufy-0.1-t-0.5", "fit_tokens=0"),
-    "relufy-0-t-0.5": ("relufy-0", "threshold=0.5"),
-    "relufy-0-8e7": ("relufy-0", "tokens=8e7"),
-    "relufy-0.05-by-t": ("relufy-0.1-by-t", "active_share=0.05"),
-    "relufy-0.02-by-t": ("relufy-0.1-by-t", "active_share=0.02"),
-    **{f"relufy-0.1-by-t-{n}": ("relufy-0.1-by-t", f"tokens={n}") for n in ("8e7", "1.6e8")},
-    **{f"relufy-0.1-{n}": ("relufy-0.1", f"tokens={n}") for n in ("5e6", "4e7", "8e7", "1.2e8")},
-    **{f"relufy-0.1-t-0.5-{n}": ("relufy-0.1-t-0.5", f"tokens={n}") for n in ("5e6", "4e7", "8e7")},
-    **{
-        f"{name}-8e7": (name, "tokens=8e7")
-        for name in ("relufy-0.1-by-t-sampled", "relufy-0.1-by-t-chat", "fitted-0.1-by-t-chat")
-    },
-    "hidden-0.1-by-t-chat-1.6e8": ("relufy-0.1-by-t-chat-1.6e8", "hidden_weight=1"),
-    **{
-        f"{name}-seed-{seed}": (base, f"{field}seed={seed}".strip())
-        for seed in (1, 2)
-        for name, base, field in (
-            ("again-0.1-by-t-chat-1.6e8", "relufy-0.1-by-t-chat-1.6e8", ""),
-            ("hidden-0.1-by-t", "hidden-0.1-by-t", ""),
-            ("hidden-0.1-by-t-8e7", "hidden-0.1-by-t-8e7", ""),
-            ("hidden-0.1-by-t-chat-1.6e8", "relufy-0.1-by-t-chat-1.6e8", "hidden_weight=1 "),
-        )
-    },
-}
-# `twell relufy` by numbers of tokens: steps between validations, of an L1 stage, between rows.
-STAGES = {"5e6": (15, 5, 5), "2e7": (60, 20, 20), "4e7": (120, 40, 40), "8e7": (240, 80, 40)}
-STAGES |= {"1.2e8": (360, 120, 60), "1.6e8": (480, 160, 40), "2e8": (600, 200, 40)}
-
 
 def training(name: str) -> list[str]:
-    """Return the commands that train a run of NEW, or a recorded one again, and keep its files."""
-    base, changed = NEW.get(name, (name, ""))
+    """Return the commands that train a recorded run again, and keep its files.
+
+    name: RUN, or RUN:FIELD=VALUE,... with fields that differ; the new run has these in its name.
+    """
+    base, _, changed = name.partition(":")
+    new = dict(field.split("=") for field in filter(None, changed.split(",")))
+    name = "-".join([base, *(f"{field}-{value}" for field, value in new.items())])
     words = results.load_provenance(RECORDED / base)["command"].split()
     fields = dict(word.split("=", 1) for word in words if "=" in word)
-    new = dict(field.split("=") for field in changed.split())
     kind = "train" if "train" in words else "relufy"
     subject = words[words.index(kind) + 1]
     if kind == "relufy":
         config = yaml.safe_load((RECORDED / base / "config.yaml").read_text(encoding="utf-8"))
         subject, fields["fit_tokens"] = "{model}", str(config.get("fit_tokens", 0))
-        if "tokens" in new:
-            valid, stage, log = map(str, STAGES[new["tokens"]])
-            fields |= {"valid_every": valid, "l1_zero_steps": stage, "l1_stage_steps": stage}
-            fields["log_every"] = log
+        if "tokens" in new:  # stages and rows of the log in proportion
+            stage = round(float(new["tokens"]) / 1e6)
+            fields |= {"valid_every": str(3 * stage), "log_every": str(math.gcd(stage, 40))}
+            fields |= {"l1_zero_steps": str(stage), "l1_stage_steps": str(stage)}
     fields |= dict(field.split("=") for field in CORPUS.split()) | new
     given = " ".join(f"{key}={value}" for key, value in fields.items())
     command = f"twell {kind} {subject} {given} --out {{out}}/runs/{name}"
@@ -227,12 +200,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end by then")
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
     given = parser.parse_args()
-    known = [*MEASURED, *NEW, *sorted(path.parent.name for path in RECORDED.glob("*/config.yaml"))]
+    known = [*MEASURED, *sorted(path.parent.name for path in RECORDED.glob("*/config.yaml"))]
     if not given.parts:
-        for name in [*MEASURED, *NEW]:
+        for name in MEASURED:
             print(f"{name}:", *commands_of(name), sep="\n    python -m ")
         return
-    named = [fnmatch.filter(known, part) for part in given.parts]
+    named = [
+        [part] if part.partition(":")[0] in known else fnmatch.filter(known, part)
+        for part in given.parts
+    ]
     if not all(named):
         parser.error(f"no part fits {given.parts[named.index([])]!r}; there are {', '.join(known)}")
     names = list(dict.fromkeys(name for some in named for name in some))

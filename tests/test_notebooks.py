@@ -2,10 +2,11 @@
 
 import re
 import shutil
-from itertools import combinations
 
 import nbformat
+import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
@@ -62,27 +63,28 @@ def texts(figure):
     hidden = {id(label) for tick in ticks for label in (tick.label1, tick.label2)}
     every = [text for text in figure.findobj(Text) if id(text) not in hidden]
     every = [text for text in every if text.get_visible() and text.get_text().strip()]
-    return [(text.get_text(), text.get_window_extent()) for text in every]
+    renderer = FigureCanvasAgg(figure).get_renderer()  # else each text makes one
+    return [(text.get_text(), text.get_window_extent(renderer)) for text in every]
 
 
 def assert_readable(figure):
     """No text lies on another or leaves the canvas, and data have labelled axes."""
     figure.set_dpi(200)
     figure.draw_without_rendering()
-    for ax in figure.axes:
-        if ax.axison and ax.has_data() and len(figure.axes) == 1:
-            assert ax.get_xlabel() or ax.get_ylabel()
+    shown = [ax for ax in figure.axes if ax.axison and ax.has_data()]
+    assert not shown or any(ax.get_xlabel() or ax.get_ylabel() for ax in shown)
     boxes, canvas = texts(figure), figure.bbox
-    for text, box in boxes:
-        assert box.x0 > -SLACK and box.x1 < canvas.x1 + SLACK, f"{text!r} leaves the canvas"
-        assert box.y0 > -SLACK and box.y1 < canvas.y1 + SLACK, f"{text!r} leaves the canvas"
-    for (one, box), (other, second) in combinations(boxes, 2):
-        across = min(box.x1, second.x1) - max(box.x0, second.x0)
-        down = min(box.y1, second.y1) - max(box.y0, second.y0)
-        assert min(across, down) <= SLACK, f"{one!r} lies on {other!r}"
+    left, bottom, right, top = np.array([box.extents for _, box in boxes], "f4").T
+    inside = (left > -SLACK) & (bottom > -SLACK)
+    inside &= (right < canvas.x1 + SLACK) & (top < canvas.y1 + SLACK)
+    assert inside.all(), f"{boxes[int(np.argmin(inside))][0]!r} leaves the canvas"
+    across = np.minimum.outer(right, right) - np.maximum.outer(left, left)
+    down = np.minimum.outer(top, top) - np.maximum.outer(bottom, bottom)
+    over = np.argwhere(np.triu(np.minimum(across, down) > SLACK, 1))
+    assert not len(over), [boxes[number][0] for number in over[0]]
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != "00_paper"])
 def test_lessons_draw_the_tracked_figures(name, figures, model):
     """Their texts are readable, their axes are labelled, and their pages are up to date."""
     given = SMALL | {"model": str(model)} if name in TINY else {}

@@ -1,8 +1,7 @@
 """Tables of activity: by layer, token, position and neuron, and what single neurons stand for.
 
 "Active" is the number of neurons of one layer that are active for one token, the paper's
-"non-zeros". Every stored entry of a trace is active, whatever its value. A `Trace` and an
-`Aggregate` have methods of the same names, which return the counts.
+"non-zeros". Every stored entry of a trace is active, whatever its value.
 """
 
 from __future__ import annotations
@@ -131,9 +130,6 @@ def contexts(
     return pd.DataFrame(places(aggregate, layer, neuron, kind), columns=columns)
 
 
-# --- traces alone: an aggregate does not keep which neurons fired for which token -----------------
-
-
 def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
     """Return activity (mean over layers) and logprob of a sequence's first tokens."""
     rows = np.flatnonzero(trace.sequence == sequence)[:num_tokens]
@@ -185,11 +181,7 @@ def surprise(trace: twell.Trace) -> pd.DataFrame:
 def _bootstrap(
     statistic: Callable[..., np.ndarray], groups: np.ndarray, values: Sequence[np.ndarray]
 ) -> tuple[float, float, float]:
-    """Return a statistic of sums, and its 95% interval over 1,000 bootstrap samples of groups.
-
-    groups [T]: from 0; values: arrays [T], whose sums over any tokens the statistic takes. The ends
-    are NaN where there are few groups.
-    """
+    """Return a statistic of sums, and its 95% interval over 1,000 bootstrap samples of groups."""
     number = int(groups.max(initial=-1)) + 1
     sums = np.stack([np.bincount(groups, one, number) for one in values])
     low = high = np.nan
@@ -235,9 +227,6 @@ def by_surprise(table: pd.DataFrame, bins: int = 10) -> pd.DataFrame:
     columns = {"surprise": groups["surprise"].mean(), "active": groups["active"].mean()}
     columns |= {f"q{percent}": groups["active"].quantile(percent / 100) for percent in (25, 75)}
     return pd.DataFrame(columns | {"n": groups.size()}).reset_index(drop=True)
-
-
-# --- one word and its neuron ----------------------------------------------------------------------
 
 
 def neuron_of(specific: pd.DataFrame, word: str) -> tuple[int, int]:

@@ -9,11 +9,8 @@ moments. A GPU sends in a step of a micro-batches, with c bytes a weight and g b
                                  2g P/k (n/k - 1)/(n/k)   to other nodes
 
 Weights are gathered before forward and backward of each micro-batch, gradients reduced once a step,
-as FSDP2 does; rings send so. In rings over several nodes each byte leaves a node once, and the k
-links of a node share these bytes.
+as FSDP2 does. In rings over several nodes the k links of a node share the bytes that leave it.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
@@ -40,18 +37,15 @@ class Cluster:
 
     def sending(self, parameters: float, gpus: int, shards: str, steps: int) -> tuple[float, float]:
         """Return the bytes that a GPU sends in a step of `steps` micro-batches, and the seconds."""
-
-        def ring(size: int) -> float:
-            return (size - 1) / size
-
         each = (2 * self.weight * steps + self.gradient) * parameters
         if gpus <= self.node:
-            return each * ring(gpus), each * ring(gpus) / self.within
+            sent = each * (1 - 1 / gpus)
+            return sent, sent / self.within
         if shards == _ALL:
-            sent = each * ring(gpus)
+            sent = each * (1 - 1 / gpus)
             return sent, max(sent / self.within, sent / self.node / self.between)
-        inside = each * ring(self.node)
-        copied = 2 * self.gradient * parameters / self.node * ring(gpus // self.node)
+        inside = each * (1 - 1 / self.node)
+        copied = 2 * self.gradient * parameters / self.node * (1 - self.node / gpus)
         return inside + copied, inside / self.within + copied / self.between
 
 
@@ -67,11 +61,10 @@ def training_costs(
 ) -> pd.DataFrame:
     """Return one row a provider, number of GPUs and sharding, for a training of `tokens` tokens.
 
-    rows: of train_step.csv, of which the one call counts whose activity is nearest to `active`
-    neurons per token and layer. compute and send are ms of a step, sent_gb is of a GPU and step;
-    hours is the training where sending overlaps computing, hours_apart where it does not;
-    efficiency is in %, energy in MWh of all GPUs, memory in GB of one. Raises ValueError for GPUs
-    that cannot share a step.
+    rows: of train_step.csv, of which the call nearest to `active` neurons counts. compute and send
+    are ms of a step, sent_gb is of a GPU and step; hours is the training where sending overlaps
+    computing, hours_apart where it does not; efficiency is in %, energy in MWh of all GPUs, memory
+    in GB of one. Raises ValueError for GPUs that cannot share a step.
     """
     measured = step_speedups(rows).query(f"profile == 'paper' and model == {model!r}")
     measured = measured[~measured["checkpoint_activations"].astype(bool)]
@@ -83,34 +76,24 @@ def training_costs(
             sequences, left = divmod(batch_tokens, row["context"] * number)
             if left or (number > cluster.node and number % cluster.node):
                 raise ValueError(f"{number} GPUs cannot share a step of {batch_tokens:,} tokens")
+            work, parameters = sequences / row["micro_batch"], row["parameters"]
+            steps, compute = math.ceil(work), row["p50"] * work / 1e3
+            # FSDP2 holds the gradients of several micro-batches whole until they are reduced.
+            whole, state = cluster.gradient * parameters * (steps > 1), _STATE * parameters
+            activations = (row["peak"] - state) * min(work, 1)
             for shards in (_ALL, _NODE) if number > cluster.node else (_ALL,):
+                sent, send = cluster.sending(parameters, number, shards, steps)
+                step, batches = max(compute, send), tokens / batch_tokens
+                joules = row["watts"] * compute + cluster.waiting * (step - compute)
+                ways = number if shards == _ALL else cluster.node
                 one = {"provider": row["provider"], "active": row["active"], "gpus": number}
-                one |= {"shards": shards, "sequences": sequences}
-                table.append(one | _costs(row, one, tokens / batch_tokens, cluster))
+                one |= {"shards": shards, "sequences": sequences, "compute": 1e3 * compute}
+                one |= {"send": 1e3 * send, "sent_gb": sent / 1e9, "hours": batches * step / 3600}
+                one |= {"hours_apart": batches * (compute + send) / 3600}
+                one |= {"efficiency": 100 * compute / step}
+                one |= {"energy": batches * number * joules / 3.6e9}
+                table.append(one | {"memory": (state / ways + whole + activations) / 1e9})
     return pd.DataFrame(table)
-
-
-def _costs(row: dict, case: dict, batches: float, cluster: Cluster) -> dict:
-    """Return the costs of a measured step on a number of GPUs."""
-    work = case["sequences"] / row["micro_batch"]
-    steps, parameters = math.ceil(work), row["parameters"]
-    sent, send = cluster.sending(parameters, case["gpus"], case["shards"], steps)
-    compute = row["p50"] * work / 1e3  # s
-    step, state = max(compute, send), _STATE * parameters
-    # FSDP2 holds the gradients of several micro-batches whole until they are reduced.
-    whole = cluster.gradient * parameters if steps > 1 else 0
-    joules = row["watts"] * compute + cluster.waiting * (step - compute)
-    ways = case["gpus"] if case["shards"] == _ALL else cluster.node
-    return {
-        "compute": 1e3 * compute,
-        "send": 1e3 * send,
-        "sent_gb": sent / 1e9,
-        "hours": batches * step / 3600,
-        "hours_apart": batches * (compute + send) / 3600,
-        "efficiency": 100 * compute / step,
-        "energy": batches * case["gpus"] * joules / 3.6e9,
-        "memory": (state / ways + whole + (row["peak"] - state) * min(work, 1)) / 1e9,
-    }
 
 
 def stops_scaling(costs: pd.DataFrame) -> Iterator[dict]:

@@ -3,8 +3,6 @@
 twell.sparse.formats is imported at use: it needs torch, which takes seconds to import.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

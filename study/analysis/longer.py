@@ -1,7 +1,5 @@
 """Tables over training tokens, and of the time that two trainings take to one loss."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -21,10 +19,9 @@ RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race
 def over_tokens(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the recipe's outcome by training tokens and level, of levels with several budgets.
 
-    Each number of tokens is a schedule of its own. active (neurons), dead (%), change (of held-out
-    cross-entropy, % over L1 = 0 on the same tokens) and train_change (the same on the training text
-    at the end of training) are means over seeds. NAME_low to NAME_high is the 95% interval by the
-    noise of seeds on these tokens (`noise_limit`), NaN where a side has a single run.
+    active (neurons), dead (%), change (of held-out cross-entropy, % over L1 = 0 on the same tokens)
+    and train_change (the same on the training text) are means over seeds. NAME_low to NAME_high is
+    the 95% interval by the noise of seeds (`noise_limit`), NaN where a side has a single run.
     """
     names = ["active", "dead", "change", "train_change"]
     names = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
@@ -88,10 +85,8 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return how the change of held-out cross-entropy rises over doublings of tokens, by level.
 
     Levels with three numbers of tokens or more count. slope: of a straight line (points of % a
-    doubling); bend: of a parabola (by how much a doubling adds more than the one before);
-    later_bend: the same without the fewest tokens. Least squares on the runs, with a mean of L1 = 0
-    for each number of tokens; NAME_limit is the 95% interval (Student's t), NaN for a curve through
-    every run.
+    doubling); bend: of a parabola; later_bend: the same without the fewest tokens. Least squares on
+    the runs, with a mean of L1 = 0 for each number of tokens; NAME_limit is the 95% interval.
     """
     tables = [table.dropna(subset=_LOSS) for table in _budgets(runs, log)]
     present, rows = {level for table in tables for level in table["l1_coefficient"]}, []
@@ -122,10 +117,7 @@ def trend(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
 
 def _fitted(name: str, runs: pd.DataFrame, degree: int) -> dict[str, float]:
-    """Return the last coefficient of a polynomial in doublings, by least squares, and its limit.
-
-    runs: of a level and L1 = 0 on several numbers of tokens. NaN where there are too few.
-    """
+    """Return the last coefficient of a polynomial in doublings, by least squares, and its limit."""
     sparse = (runs["l1_coefficient"] > 0).to_numpy(float)
     tokens = runs["tokens"].to_numpy(float)
     budgets = pd.get_dummies(tokens).to_numpy(float)

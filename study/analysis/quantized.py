@@ -4,8 +4,6 @@ A *side* is dense or sparse, in bf16 or FP8. Dense is under torch.compile, and i
 several (`measure.float8`); sparse is the fastest path of our kernels, never "auto".
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -26,11 +24,6 @@ _PRECISIONS = {
 SIDES = [
     f"{kind}{precision}" for precision in ("", " FP8", " FP8 all") for kind in ("dense", "sparse")
 ]
-DENSE_FP8_BY = {
-    providers.FP8: "by rows",
-    providers.FP8_TENSOR: "by tensors",
-    providers.FP8_TORCHAO: "torchao",
-}
 _NUMBERS = ["difference", "low", "high"]
 
 
@@ -46,12 +39,6 @@ def side_of(name: str) -> str:
     if provider.precision not in _PRECISIONS or not (ours or dense):
         return ""
     return ("dense" if dense else "sparse") + _PRECISIONS[provider.precision]
-
-
-def of_fp8_calls(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows, of layers or models, of the calls that measured FP8, with their bf16."""
-    in_fp8 = [Provider.parse(name).in_fp8 for name in rows["provider"]]
-    return rows[rows["date"].isin(rows.loc[in_fp8, "date"])]
 
 
 def fastest(table: pd.DataFrame) -> pd.DataFrame:

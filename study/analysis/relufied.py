@@ -3,8 +3,6 @@
 A run of `twell relufy` has a teacher. Its log has the KL divergence from the teacher.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np
@@ -32,11 +30,9 @@ ORIGINAL, WITHOUT_L1 = "original", "ReLU alone"  # the references of a run's ans
 def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the outcome of each complete run of `twell relufy`, the sparsest last.
 
-    level: what was asked for; name: the same, with what else tells runs apart; wanted: the share of
-    active neurons that was asked for (0: none); by: what makes neurons inactive; l1 and threshold:
-    the last ones. Of the last validation: active_fraction (mean over layers), kl, cross_entropy,
-    cross_entropy_teacher and rise (their difference), in nats, and dead_fraction. Raises ValueError
-    for runs of several models or texts.
+    level: the target; name: the same, unique; wanted: the target share of active neurons (0: none);
+    by: what makes neurons inactive; l1 and threshold: the last ones. Losses and activity are of the
+    last validation. Raises ValueError for runs of several models or texts.
     """
     complete = _complete(runs)
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
@@ -63,9 +59,8 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
     """Return how much more accurate each complete run is than its references, item by item.
 
     items: answers of `study.keep` with a column run. The references are the original, whose name
-    ends with the hash of the run's teacher, and ReLU alone on as many tokens, at the usual learning
-    rate; of several such runs the last by name. Columns: run, name, reference (ORIGINAL or
-    WITHOUT_L1), beside (its answers' name) and those of `paired_records`.
+    ends with the hash of the run's teacher, and the last run of ReLU alone on as many tokens.
+    Columns: run, name, reference, beside (its answers' name) and those of `paired_records`.
     """
     complete, parts = _complete(runs), []
     records = answer_records(items.reindex(columns=["run", "task", "correct"]))
@@ -135,11 +130,10 @@ def relufied_frontier(
 ) -> dict[str, float]:
     """Return the line through all students of their accuracy over the divergence.
 
-    table, pairs: `relufied_runs` and `relufied_pairs`; items: the answers of these. A line of least
-    squares through the differences from the original (shares of 1) over ln KL: slope, intercept,
-    deviation of students around it, and kl, at which the line is `lost` below the original, with
-    low and high. This 95% interval is from bootstrap samples of items, which all students answer,
-    and of students. Raises ValueError for fewer than three students.
+    A line of least squares through the differences from the original (shares of 1) over ln KL:
+    slope, intercept, deviation of students around it, and kl, at which the line is `lost` below the
+    original, with low and high: the 95% interval of bootstrap samples of items and students. Raises
+    ValueError for fewer than three students.
     """
     over = _beside_original(pairs)[["difference", "beside"]].dropna()
     answered = table.set_index("run").join(over, how="inner")
@@ -190,11 +184,10 @@ def relufied_outlook(
 ) -> pd.DataFrame:
     """Return how many tokens would bring each level to the divergence of `relufied_frontier`.
 
-    table, pairs: `relufied_runs` and `relufied_pairs`. Levels with several budgets whose activity
-    differs by at most ALIKE count, with the runs on the fewest and the most tokens. kl is the
-    geometric mean on most tokens, halving the divergence after twice the tokens over that before.
-    tokens, with fewer and more for the ends of the frontier's interval, is what is needed if each
-    doubling went on alike: `most` where that is near enough, infinite where nothing falls.
+    Levels with several budgets whose activity differs by at most ALIKE count, with the runs on the
+    fewest and the most tokens. kl is the geometric mean on most tokens, halving the divergence
+    after twice the tokens over that before. tokens, fewer and more extrapolate to the frontier and
+    its interval: `most` where it is reached, infinite where nothing falls.
     """
     lines = []
     for level, runs in relufied_budgets(table, pairs).groupby("level"):
@@ -237,15 +230,8 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     return sparse.sort_values("speedup").groupby(case, as_index=False).last()
 
 
-# --- names of runs --------------------------------------------------------------------------------
-
-
 def _complete(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the complete runs with a teacher, by run, with their level and name.
-
-    They may differ only in the target sparsity. name: the level, with the tokens where the number is
-    unusual, and with the run where several have the same level and tokens.
-    """
+    """Return the complete runs with a teacher, by run, with their level and name."""
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers].copy()
     for field in ("fit_tokens", "sampled_share", "sampled_chat", "hidden_weight"):  # later fields
@@ -276,11 +262,7 @@ def _unusual(values: pd.Series, name: Callable[..., str]) -> pd.Series:
 def _level(
     share: float, l1: float, threshold: float, sampled: float, chat: float, hidden: float
 ) -> str:
-    """Return what was asked for: "ReLU alone", "10%, threshold 0.2", or "10% by a threshold".
-
-    With ", 25% sampled" or ", 50% conversations" where the teacher wrote text, and with ", hidden
-    states" where these were compared too, with their weight where it is not 1.
-    """
+    """Return what was asked for: "ReLU alone", "10%, threshold 0.2", or "10% by a threshold"."""
     if share and not l1:
         name = f"{100 * share:g}% by a threshold"
     else:

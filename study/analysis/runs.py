@@ -102,11 +102,10 @@ def check_alike(runs: pd.DataFrame, may_differ: Iterable[str], rule: str) -> Non
 def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the outcome of each complete run of an L1 sweep, by rising level (Fig. 3).
 
-    Of the last validation, activity as the mean over layers: cross_entropy and ffn_gain (what
-    silencing all feed-forward layers costs), in nats; active and active_fraction;
-    cross_entropy_change in % of the mean at L1 = 0; dead_fraction. dead_fraction_train: the share
-    of neurons that were silent in the last full window of training. status: one of STATUSES.
-    Raises ValueError when no run is complete, or when they differ in more than level and seed.
+    Of the last validation, activity as the mean over layers; ffn_gain is the cost of silencing all
+    feed-forward layers (nats), cross_entropy_change is in % of the mean at L1 = 0.
+    dead_fraction_train is of the last full window of training, status one of STATUSES. Raises
+    ValueError when no run is complete, or when they differ in more than level and seed.
     """
     complete = runs[runs["complete"]]
     if complete.empty:
@@ -220,8 +219,6 @@ def settles_after(curve: pd.DataFrame, within: float = 0.2) -> float:
     far = np.flatnonzero(np.abs(value - value[-1]) > within * abs(value[-1]))
     return float(tokens[far[-1] + 1 if len(far) else 0] / tokens[-1])
 
-
-# --- findings about activity: which hold in all models, and which in some -------------------------
 
 PEAK_WITHIN = 0.25  # largest distance from the paper's peak, as a share of the depth
 FINDINGS = {  # column of `findings` -> what the paper says of its models

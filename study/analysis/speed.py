@@ -4,8 +4,6 @@ Every ratio is taken within one case and one call, since absolute times drift. T
 A case is a shape, number of tokens, pattern of activity, device and way of calling.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -95,12 +93,7 @@ def _change(table: pd.DataFrame, column: str) -> pd.Series:
 def _beside_dense(
     rows: pd.DataFrame, case: list[str], compared: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return each provider's newest rows of a case beside dense torch.compile of the same call.
-
-    Rows without it are left out. In the mode "eager" the faster one of it and dense eager counts.
-    Added columns: p50_dense and NAME_dense of `compared`; speedup; speedup_low and speedup_high,
-    which p20 and p80 of both sides allow; energy_per_token (mJ) and energy_change (% of dense).
-    """
+    """Return each provider's newest rows of a case beside dense torch.compile of the same call."""
     call = [*case, *CALL, "active"]
     rows = rows.drop_duplicates([*call, "provider"], keep="last")
     rows = rows.assign(**{name: np.nan for name in ("p20", "p80") if name not in rows})
@@ -116,9 +109,6 @@ def _beside_dense(
     table["energy_per_token"] = table["energy"] / table["tokens"]
     table["energy_change"] = _change(table, "energy")
     return table.reset_index(drop=True)
-
-
-# --- layers ---------------------------------------------------------------------------------------
 
 
 def speedups(rows: pd.DataFrame) -> pd.DataFrame:
@@ -174,9 +164,6 @@ def by_case(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(date=table["date"].str[:10], commit=table["commit"].str[:7])
     cases = table.pivot_table(index=[*shown, *apart], columns="provider", values="speedup")
     return cases.droplevel(apart)
-
-
-# --- training steps and whole models --------------------------------------------------------------
 
 
 def _in_order(table: pd.DataFrame) -> pd.DataFrame:

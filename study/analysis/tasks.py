@@ -2,8 +2,6 @@
 items: paired differences, with intervals over items.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import scipy.stats
@@ -109,8 +107,6 @@ def against_dense(levels: pd.DataFrame) -> pd.DataFrame:
     return result
 
 
-# --- models beside each other on the same items ---------------------------------------------------
-
 DRAWS = 2000  # bootstrap samples
 _ENDS = (1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2  # quantiles of an interval
 SCORES = {  # task -> the column that counts, chosen from dense models, and what guessing gives
@@ -126,11 +122,10 @@ SCORES = {  # task -> the column that counts, chosen from dense models, and what
 def paired_runs(items: pd.DataFrame, dense: list[str], sparse: list[str]) -> pd.DataFrame:
     """Return the difference of sparse models from dense ones on each task of SCORES.
 
-    items: answers of `study.keep` with a column run, those of a task in one order in all runs;
-    dense, sparse: runs, which differ by seed. Accuracies are in %, held_out_text in nats a token.
-    low and high: the 95% interval over items (paired bootstrap of the means over seeds); seeds: the
-    limit that seeds explain (Student's t, NaN where neither side has several); limit: both
-    together. Raises ValueError where runs have not as many items.
+    items: answers of `study.keep` with a column run; dense, sparse: runs, which differ by seed.
+    Accuracies are in %, held_out_text in nats a token. low and high: the 95% interval over items
+    (paired bootstrap); seeds: the limit that seeds explain (Student's t); limit: both together.
+    Raises ValueError where runs have not as many items.
     """
     columns = "task items dense_runs runs dense sparse difference low high seeds limit verdict"
     items = items.reindex(columns=["run", "task", "correct", "by_bytes", "nats"])

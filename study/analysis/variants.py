@@ -5,8 +5,6 @@ A setting is one choice at one level of L1; its runs differ by seed. A differenc
 counts if it exceeds the noise of seeds.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import scipy.stats
@@ -67,9 +65,6 @@ def remedied(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     runs = runs[runs["complete"] & (runs["l1_coefficient"] == level)]
     remedies = choice(runs).isin(["re-initialisation", "L1 warm-up"])
     return runs[remedies | (choice(runs) == "recipe")] if remedies.any() else runs[:0]
-
-
-# --- differences and noise ------------------------------------------------------------------------
 
 
 def seed_noise(table: pd.DataFrame, column: str) -> tuple[float, int]:
@@ -186,9 +181,6 @@ def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-# --- beside the paper's tables --------------------------------------------------------------------
-
-
 def choice_table(paper: pd.DataFrame, table: pd.DataFrame, source: str) -> pd.DataFrame:
     """Return Table 3, 4 or 5 of the paper beside ours, a row a setting of the paper's.
 
@@ -258,17 +250,13 @@ def paper_sizes(paper: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values("parameters", ignore_index=True)
 
 
-# --- one training, computed in several ways -------------------------------------------------------
-
-
 def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the complete runs of one training that was computed in several ways.
 
-    Fewest devices and dense come first. way: the difference in words; cross_entropy and active are
-    of the last validation; apart: the largest difference of training cross-entropy from the first
-    run's at the same steps (nats). tokens_per_second (median) and peak_memory (bytes of one device)
-    are of the second half of training, when activity has settled; peak_memory_whole is of all.
-    Raises ValueError when runs differ in more than how they were computed.
+    Fewest devices and dense come first. way: the difference in words; apart: the largest difference
+    of training cross-entropy from the first run's at the same steps (nats). tokens_per_second
+    (median) and peak_memory (bytes of one device) are of the second half of training. Raises
+    ValueError when runs differ in more than how they were computed.
     """
     complete = runs[runs["complete"].astype(bool)] if len(runs) else runs
     columns = "run way backend devices cross_entropy active apart tokens_per_second peak_memory"

@@ -10,19 +10,6 @@
 No file is read here. In all figures L1 = 0 is black, and levels above it run from dark to light.
 """
 
-from twell.lazy import hand_on
+from study import first_of
 
-__getattr__, __dir__, __all__ = hand_on(
-    __name__,
-    {
-        ".activity": "fig06_layers fig07a_tokens fig07b_positions fig_around_word fig_passage "
-        "fig_silenced fig_specific fig_surprise",
-        ".base": "Keep png save",
-        ".formats": "fig01_bytes fig01_formats",
-        ".models": "fig04_levels fig05_levels fig06_contributions model_decode model_parts "
-        "overview paired_tasks table1_scale",
-        ".speed": "ffn_activity ffn_tokens fp8_quality training_activity",
-        ".training": "fig02_training_curves fig03_frontier fig08_remedies "
-        "fig09_activity_over_training over_tokens race relufied_frontier scale_activity",
-    },
-)
+__getattr__ = first_of(__name__, ".base .training .speed .models .activity .formats")

@@ -1,7 +1,5 @@
 """Figures of activity: layers (Figs 6, 10, 11), tokens (Fig. 7), and neurons (ours)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -18,8 +16,6 @@ from twell.inspector.figure import (
     visible,
     write_tokens,
 )
-
-# --- layers (Figs 6, 10, 11) --------------------------------------------------------------------
 
 
 def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
@@ -50,9 +46,6 @@ def _decades(ax: Axes, low: float, high: float) -> None:
     """A logarithmic axis of active neurons with some room around its values."""
     ax.set(yscale="log", ylim=(0.6 * low, 1.6 * high))
     base.plain(ax.yaxis)
-
-
-# --- tokens (Fig. 7) ----------------------------------------------------------------------------
 
 
 def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> Figure:
@@ -125,9 +118,6 @@ def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figu
     scale = "The scale spans the middle 96% of the tokens."
     base.caption(figure, base.sentence(about), scale)
     return figure
-
-
-# --- neurons (ours) -----------------------------------------------------------------------------
 
 
 def fig_specific(table: pd.DataFrame, rows: int = 12, about: str = "") -> Figure:

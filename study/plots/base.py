@@ -3,8 +3,6 @@
 Every figure is built without pyplot. The same inputs give the same bytes.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Sequence
@@ -199,20 +197,13 @@ def png(figure: Figure, dpi: int = _DPI) -> bytes:
 
 
 def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG (200 dpi) and PDF; return the path of the PNG.
+    """Write a figure as PNG (200 dpi), whole or not at all; path: without suffix. Return its path.
 
-    path: without suffix. The same figure gives the same bytes. Each file appears whole or not at
-    all.
+    The same figure gives the same bytes.
     """
-    path, buffer = Path(path), io.BytesIO()
-    picture = path.with_name(f"{path.name}.png")
+    picture = Path(f"{path}.png")
     results.write_atomically(picture, png(figure))
-    figure.savefig(buffer, format="pdf", dpi=_DPI, metadata={"CreationDate": None})
-    results.write_atomically(path.with_name(f"{path.name}.pdf"), buffer.getvalue())
     return picture
-
-
-# --- where a notebook's figures go ----------------------------------------------------------------
 
 
 class Keep:

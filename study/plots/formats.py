@@ -1,7 +1,5 @@
 """Figures of the formats (Fig. 1)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import seaborn as sns

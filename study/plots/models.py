@@ -1,7 +1,5 @@
 """Figures of whole models: tasks, speed, energy and memory (Figs 4 to 6, Table 1), decoding."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -19,14 +17,8 @@ SIDES = {  # colour and name of each side of a model
     providers.TRITON_COMPILED.name: (base.SPARSE, "sparse"),
     AUTO: (base.AUTO, "auto"),
 }
-_MARK = {
-    "color": base.AUTO,
-    "marker": "D",
-    "markersize": 4,
-    "mec": "white",
-    "mew": 0.6,
-    "zorder": 3,
-}
+_MARK = {"color": base.AUTO, "marker": "D", "markersize": 4, "mec": "white"}
+_MARK |= {"mew": 0.6, "zorder": 3}
 _IMPOSED = "Imposed activity: random weights whose gate fires as often as the paper reports."
 _PICKS = "auto: each layer takes the sparse kernels or dense, by measured times."
 _ACTIVITY = {
@@ -44,9 +36,6 @@ def _model(table: pd.DataFrame) -> str:
 
 def _title(figure: Figure, table: pd.DataFrame, rest: str) -> None:
     figure.suptitle(f"{_model(table)}; {rest}", fontsize=8)
-
-
-# --- levels of activity (Figs 4, 5) ---------------------------------------------------------------
 
 
 def fig04_levels(table: pd.DataFrame) -> Figure:
@@ -158,8 +147,6 @@ def fig06_contributions(table: pd.DataFrame) -> Figure:
     return figure
 
 
-# --- tasks ----------------------------------------------------------------------------------------
-
 _TASKS = {
     "continuation": "continuations of held-out text",
     "last_word": "last words of held-out text",
@@ -195,9 +182,6 @@ def paired_tasks(pairs: pd.DataFrame, about: str = "") -> Figure:
         "Below the names: mean accuracies, dense → sparse.",
     )
     return figure
-
-
-# --- Table 1 --------------------------------------------------------------------------------------
 
 
 def table1_scale(table: pd.DataFrame) -> Figure:
@@ -257,9 +241,6 @@ def _scale_ticks(table: pd.DataFrame, side: str) -> list[str]:
         active = sorted({f"{value:.0f}" for value in rows[f"{side}active"].dropna()})
         ticks.append(f"{model}\n{' or '.join(active)} active" if active else f"{model}\n")
     return ticks
-
-
-# --- a decoder layer's parts, and decoding --------------------------------------------------------
 
 
 def model_parts(table: pd.DataFrame) -> Figure:
@@ -386,8 +367,6 @@ def model_decode(table: pd.DataFrame) -> Figure:
     )
     return figure
 
-
-# --- the picture at the top of README -------------------------------------------------------------
 
 _KERNELS = {  # kernels of the union path -> label and colour; lists take 0.1 ms: part of "up"
     ("gate_bits_kernel", "gate_hopper_kernel"): ("gate (all)", base.GATE),

@@ -1,7 +1,5 @@
 """Figures of the speed of one layer: by activity and batch size, in training, and in FP8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np
@@ -257,8 +255,6 @@ def _batch_names(table: pd.DataFrame, active: float) -> dict[int, str]:
         names[tokens] += f"\n({measured:.0f})"
     return names
 
-
-# --- FP8: speed against quality -------------------------------------------------------------------
 
 _LOOKS = {  # side -> name, colour, marker, and whether it is filled
     "dense": ("dense bf16", "black", "v", True),

@@ -1,7 +1,5 @@
 """Figures of training: sweeps (Figs 2, 3, 9), remedies (Fig. 8), sizes, tokens, races, students."""
 
-from __future__ import annotations
-
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
@@ -29,9 +27,6 @@ def _number(runs: pd.Series) -> str:
 def _runs_a_level(table: pd.DataFrame) -> str:
     number = _number(table.groupby("l1_coefficient")["run"].nunique())
     return f"{number} a level.".replace("1 run ", "One run ")
-
-
-# --- sweeps (Figs 2, 3, 9) ------------------------------------------------------------------------
 
 
 def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
@@ -156,8 +151,6 @@ def fig09_activity_over_training(
     return figure
 
 
-# --- remedies (Fig. 8) and sizes (section 4.2) ----------------------------------------------------
-
 CHOICES = {  # of `analysis.choice`: colour and dash
     "recipe": (base.OURS, "-"),
     "re-initialisation": (base.GREEN, "--"),
@@ -248,8 +241,6 @@ def scale_activity(
     base.caption(figure, shares, bars, about)
     return figure
 
-
-# --- over training tokens and time ----------------------------------------------------------------
 
 _APART = 1.05  # ratio of places of neighbouring levels, so that no bar hides another one
 
@@ -347,9 +338,6 @@ def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: s
         "between validations a monotone cubic stands, and their time does not count.",
     )
     return figure
-
-
-# --- pretrained models that became sparse ---------------------------------------------------------
 
 
 def relufied_frontier(

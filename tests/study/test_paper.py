@@ -1,11 +1,9 @@
 """The paper number by number: every claim has a number of ours, computed from data, and a verdict."""
 
-import numpy as np
 import pandas as pd
 import pytest
-import scipy.stats
 
-from study import analysis, paper
+from study import paper
 from tests.pages import script
 from twell import results
 
@@ -13,13 +11,19 @@ ROOT = results.root()
 
 
 @pytest.fixture(scope="module")
-def data():
-    return paper.Recorded(ROOT)
+def lesson():
+    """The cells and names of the lesson that computes the table."""
+    return script("lessons").run(ROOT / "notebooks" / "00_paper.ipynb", {})
 
 
-@pytest.fixture(scope="module")
-def table(data):
-    return paper.table(data)
+@pytest.fixture
+def data(lesson):
+    return lesson[1]["data"]
+
+
+@pytest.fixture
+def table(lesson):
+    return lesson[1]["claims"]
 
 
 def test_every_claim_has_a_number_and_a_verdict(table):
@@ -34,6 +38,11 @@ def test_the_documents_have_the_numbers_of_the_table(data, table):
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     assert claims.claims_page(table, data.subjects) in page, "run python scripts/claims.py"
     assert claims.summary(table, data.readme) in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_lesson_is_up_to_date(lesson):
+    page = (ROOT / "docs" / "lessons" / "00_paper.md").read_text(encoding="utf-8")
+    assert script("lessons").page("00_paper", lesson[0]) == page, "run make lessons"
 
 
 def test_the_main_number_computed_otherwise(data, table):
@@ -74,21 +83,8 @@ def test_a_bound_holds_if_the_whole_interval_is_within_it(value, limit, below, a
     assert paper.more_than(2, value, limit) == above
 
 
-def test_intervals_are_those_of_seeds(data):
-    """Student's t on the deviation between seeds, pooled over all settings with several."""
-    groups = data.choices.groupby(["choice", "l1_coefficient"])["cross_entropy_change"]
-    spread = groups.agg(["var", "count"]).query("count > 1")
-    freedom = (spread["count"] - 1).sum()
-    deviation = np.sqrt((spread["var"] * (spread["count"] - 1)).sum() / freedom)
-    limit = scipy.stats.t.ppf(0.975, freedom) * deviation * np.sqrt(2 / 3)
-    ours = analysis.noise_limit(data.choices, "cross_entropy_change", 3, 3)
-    assert ours == pytest.approx(limit)
-
-
 def test_numbers_and_claims_belong_together(data, monkeypatch):
     monkeypatch.setitem(paper.SUBJECTS, "fp8", lambda data: iter(()))
     monkeypatch.setattr(data, "subjects", {"fp8": data.subjects["fp8"]})
     with pytest.raises(ValueError, match="fp8_large"):
         paper.table(data)
-    with pytest.raises(KeyError, match="no subject 'nothing'"):
-        paper.section(pd.DataFrame({"subject": []}), "nothing")

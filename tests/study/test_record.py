@@ -67,16 +67,12 @@ def test_a_recorded_run_is_trained_again_with_its_fields(name):
     assert f"study.keep out/runs/{name} " in kept
 
 
-def test_new_runs_differ_from_recorded_ones_in_what_is_named():
-    given = argparse.Namespace(gpus=["0"], **PLACES)
-    schedule = {"valid_every", "log_every", "l1_zero_steps", "l1_stage_steps"}
-    for name, (base, changed) in record.NEW.items():
-        new, old = (
-            config_of(record.completed(record.training(one)[0], given)) for one in (name, base)
-        )
-        named = {field.partition("=")[0] for field in changed.split()}
-        different = {field for field in new if new[field] != old[field]}
-        assert different - (schedule if "tokens" in named else set()) == named, name
+def test_a_run_with_other_fields_has_them_in_its_name():
+    command, kept = record.training("relufy-0.1:tokens=8e7,seed=1")
+    config = config_of(command.format(**PLACES))
+    assert (config["tokens"], config["seed"]) == (8e7, 1)
+    assert (config["l1_stage_steps"], config["valid_every"], config["log_every"]) == (80, 240, 40)
+    assert "{out}/runs/relufy-0.1-tokens-8e7-seed-1 " in kept
 
 
 def test_what_is_left_of_a_command(tmp_path):

@@ -74,14 +74,6 @@ def test_levels_are_means_over_seeds():
     assert names == ["0", "2e-5", "1.5e-4", "1e-3", "0.1", "0.3"]
 
 
-def test_the_line_through_the_levels():
-    table = pd.DataFrame({"active_fraction": [0.4, 0.1, 0.025, 0.001], PRICE: [0.0, 1, 5, 0.1]})
-    table["status"] = ["alive", "alive", "alive", "unused"]
-    prices = [analysis.price_at(table, share) for share in (0.1, 0.05, 0.2, 0.5, 0.01)]
-    assert prices == numbers([1, 3, 0.5, np.nan, np.nan])  # linear in the logarithm of activity
-    assert math.isnan(analysis.price_at(table[:0], 0.1))
-
-
 def test_a_choice_is_read_from_the_configuration():
     named = [
         ({}, "recipe"),
