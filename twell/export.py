@@ -18,8 +18,7 @@ import torch
 from twell import results, tables, trace
 from twell.config import TrainConfig
 from twell.models import check_llama, load, save
-from twell.train.text import run_text
-from twell.train.validation import evaluate
+from twell.train.text import evaluate, run_text
 
 AGGREGATE = "aggregate.npz"  # statistics of each neuron, which `twell inspect` shows
 # Fields in which a run and its twin may differ.

@@ -68,7 +68,7 @@ def mean_entries(token_counts: Tensor) -> Tensor:
 
 
 class Wants(NamedTuple):
-    """What a pass computes beside y: the L1 term, activity without the tokens masked by 0, g and h."""
+    """What a pass computes beside y: L1 term, activity (tokens masked by 0 left out), g and h."""
 
     l1: bool
     activity: bool

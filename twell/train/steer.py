@@ -62,10 +62,10 @@ class Steering:
     def of_coefficient(self, share: float, stages: int) -> float:
         """Return the factor of the L1 coefficient after a stage with a share of active neurons.
 
-        It rises if too many neurons are active, and if the change of the last stage would leave too
-        many after the next. It falls if too few are active, and if this change would leave too few
-        after BACK stages, or after the stages that are left. An expected share of AWAY times the
-        aim changes it by `l1_growth`, one further off by more.
+        stages: those left. The factor is above 1 if too many neurons are active, and would be after
+        another stage with the change of the last one. It is below 1 if too few are active, and
+        would be after BACK such stages, or after those left. An expected share of AWAY times the
+        aim gives `l1_growth`, one further off more.
         """
         change = 0.0 if self.share is None else share - self.share
         aim = AIM * self.config.active_share

@@ -1,4 +1,4 @@
-"""The text of a run, as tokens. It must not change while the run lasts, or between its parts."""
+"""The text of a run, which must not change while the run lasts, and a model's loss on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from twell import corpus, results
 from twell.config import TrainConfig
+from twell.models import SparseLlamaForCausalLM
+from twell.sparse.layer import summarize_activity
+from twell.train.relufy import Student
 
 
 def text_hashes(
@@ -66,14 +70,43 @@ def check_inputs(run: str | Path, hashes: dict) -> None:
     before = results.load_provenance(run)
     text, teacher = hashes["text_sha256"], hashes.get("teacher_sha256")
     old = before.get("text_sha256") or {}
-    if changed := [part for part in text if text[part] != old.get(part, text[part])]:
-        raise ValueError(
-            f"the text of {run} has changed since the run started: "
-            f"its {' and '.join(changed)} tokens differ; "
-            "put back the text that config.yaml names, or train a new run"
-        )
+    changed = [f"{part} tokens" for part in text if text[part] != old.get(part, text[part])]
     if teacher and before.get("teacher_sha256", teacher) != teacher:
+        changed.append("teacher's weights or config.json")
+    if changed:
         raise ValueError(
-            f"the teacher of {run} has changed since the run started: its weights or config.json "
-            "differ; put them back, or train a new run"
+            f"{' and '.join(changed)} of {run} have changed since the run started; put back what "
+            "config.yaml names, or train a new run"
         )
+
+
+@torch.no_grad()
+def evaluate(
+    model: SparseLlamaForCausalLM | Student, blocks: corpus.Blocks, batch: int = 32
+) -> dict:
+    """Return the mean cross-entropy (nats per predicted token) and each layer's activity.
+
+    Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
+    blocks; for a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own
+    counters keep their values.
+    """
+    training, before = model.training, [ffn.stats.counters for ffn in model.ffns]
+    model.eval()
+    model.recording = True
+    for ffn in model.ffns:
+        ffn.stats.take()
+
+    names = ["cross_entropy", *["kl", "cross_entropy_teacher"] * isinstance(model, Student)]
+    totals = dict.fromkeys(names, 0.0)
+    for start in range(0, len(blocks), batch):
+        tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
+        output = model(input_ids=tokens, labels=tokens, use_cache=False)
+        for name in totals:
+            totals[name] += float(getattr(output, name)) * len(tokens)
+
+    model.train(training)
+    model.recording = False
+    layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
+    for ffn, counted in zip(model.ffns, before, strict=True):
+        ffn.stats.counters = counted
+    return {name: total / len(blocks) for name, total in totals.items()} | {"layers": layers}
