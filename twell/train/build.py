@@ -34,10 +34,7 @@ SIGNALS = signal.SIGINT, signal.SIGTERM
 def build_model(
     config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device
 ) -> SparseLlamaForCausalLM | Student:
-    """Return a model with random weights, or the student of a teacher that computes on `device`.
-
-    Random weights depend on the random state only, not on the backend.
-    """
+    """Return a model with random weights, the same on every backend, or a teacher's student."""
     if config.teacher is not None:
         return Student.of(config, device)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}

@@ -160,10 +160,7 @@ class Run:
     # --- a step
 
     def step(self, step: int) -> torch.Tensor:
-        """Take one optimiser step; return [losses, gradient norm], on the device.
-
-        They are of the whole step, over all processes.
-        """
+        """Take one optimiser step; return [losses, gradient norm] of it, over all processes."""
         config = self.config
         warmed = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
         sequences = config.batch_tokens // config.context
@@ -188,10 +185,7 @@ class Run:
         return torch.cat([self.accelerator.reduce(losses), norm.detach().float().reshape(1)])
 
     def draw(self, share: range) -> list[torch.Tensor]:
-        """Return the blocks of these numbers as micro-batches on the device.
-
-        All are drawn before the first pass, and copied from pinned memory: no pass waits for text.
-        """
+        """Return these blocks as micro-batches on the device; no pass waits for text."""
         micro = self.config.micro_batch or len(share)
         starts = range(0, len(share), micro)
         drawn = [self.blocks.draw(share[start : start + micro]) for start in starts]
@@ -220,10 +214,7 @@ class Run:
     # --- records
 
     def record(self, step: int) -> None:
-        """Write the losses and the activity since the last row.
-
-        At the end of a window of dead neurons also write their share, and re-initialise them.
-        """
+        """Write losses and activity since the last row, and at the end of a window dead neurons."""
         config = self.config
         steps = (step - 1) % config.log_every + 1  # since the last row
         tokens = steps * config.batch_tokens

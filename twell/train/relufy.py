@@ -156,10 +156,7 @@ class Student(nn.Module):
         num_tokens_in_batch: int | None = None,
         l1_scale: float = 1.0,
     ) -> StudentOutput:
-        """Run both models on `input_ids` [B, S] without padding, which are the labels too.
-
-        The totals count all micro-batches of a step, as in SparseLlamaForCausalLM.
-        """
+        """Run both models on `input_ids` [B, S] without padding, which are the labels too."""
         (teacher,) = self.teacher
         self._forget()  # outputs of layers that activation checkpointing computed again
         with L1Terms(self.ffns, counts=self.training or self.recording) as terms:
@@ -217,11 +214,7 @@ def _distance(ours: Tensor, wanted: Tensor) -> Tensor:
 
 
 def relu_student(config: TrainConfig) -> PreTrainedModel:
-    """Return the teacher in fp32 with sparse ReLU layers.
-
-    A Llama becomes a SparseLlamaForCausalLM, which has a threshold. Attention has no dropout, since
-    the teacher predicts without.
-    """
+    """Return the teacher in fp32 with sparse ReLU layers, and without dropout of attention."""
     model = load_stock(config.teacher, torch.float32)
     model.config.attention_dropout = 0.0  # for a Llama, which is built anew from it
     for module in model.modules():
@@ -231,6 +224,7 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # training follows
             relufy = model.config.hidden_act != "relu"
             return sparsify(model, relufy=relufy, backend=config.backend)
+    # A Llama becomes a SparseLlamaForCausalLM, whose configuration can save a threshold.
     fields = model.config.to_dict() | {
         "hidden_act": "relu",
         "activation_threshold": config.threshold,

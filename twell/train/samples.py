@@ -43,11 +43,7 @@ def teacher_hash(name: str | Path, others: str = "") -> str:
 
 
 class Plan:
-    """What a teacher writes by a configuration: texts of at most `length` tokens, `number` of them.
-
-    They begin with `header`, of a chat or "". The teacher writes after the ids `first`. Raises
-    ValueError where no text fits after a chat's header.
-    """
+    """What a teacher writes: `number` texts of `length` tokens at most, after the ids `first`."""
 
     def __init__(self, config: TrainConfig):
         self.tokenizer = load_tokenizer(str(resolve(config.teacher)), config.vocab_size)
@@ -60,11 +56,7 @@ class Plan:
 
 
 def samples_file(config: TrainConfig) -> Path:
-    """Return the file of the texts that a configuration's teacher writes, in the cache.
-
-    Its name is a hash of all that decides the texts but the device, which decides how many are
-    written at a time, and so their words.
-    """
+    """Return the file of these texts in the cache. Its name is a hash of all but the device."""
     plan = Plan(config)
     files = teacher_hash(config.teacher, WRITER_FILES)
     about = [files, plan.length, plan.number, TEMPERATURE, *[plan.header] * config.sampled_chat]
@@ -126,11 +118,7 @@ def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) 
 
 
 def chat_header(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the text that the chat template puts before the words of a first user.
-
-    It has no begin-of-text token where the tokenizer puts one before every text. Raises ValueError
-    where there is no template, or no such header.
-    """
+    """Return what the chat template puts before a first user's words, without a second begin."""
     header = mark = ""
     if tokenizer.chat_template:
         first = [{"role": "user", "content": MARK}]
@@ -152,11 +140,7 @@ def _first(tokenizer: PreTrainedTokenizerFast, header: str) -> list[int]:
 
 
 def _write(model: PreTrainedModel, plan: Plan, size: int) -> list[str]:
-    """Return texts that a model writes, drawn from its probabilities at TEMPERATURE.
-
-    An end-of-text token ends a text. In a conversation it only ends a turn: the model writes on,
-    for both sides.
-    """
+    """Return texts, drawn at TEMPERATURE. In a conversation an end token ends a turn only."""
     end, own = plan.tokenizer.eos_token_id, model.generation_config.eos_token_id  # maybe several
     stops = None if plan.header else end if own is None else own
     # Drop settings of the model that change its probabilities, such as a repetition penalty.

@@ -24,10 +24,7 @@ HALF = 0.5  # of the neurons are above a threshold of 0, approximately
 
 
 class Steering:
-    """The L1 coefficient or threshold of a run, constant without an `active_share`.
-
-    name: the field of the configuration that changes. factor: its present ratio to that field.
-    """
+    """The L1 coefficient or threshold of a run: the field `name`, times `factor`."""
 
     def __init__(self, config: TrainConfig, model: nn.Module):
         self.config, self.model = config, model
@@ -76,10 +73,7 @@ class Steering:
         return self.config.l1_growth ** min(math.log(ratio, AWAY), MOST)
 
     def of_threshold(self, share: float) -> float:
-        """Return the factor of the threshold after a row with a share of active neurons.
-
-        The model: the share falls exponentially with the threshold, from HALF at 0.
-        """
+        """Return its factor after a row, as if the share fell exponentially from HALF at 0."""
         most = self.config.l1_growth**MOST
         aim, share = AIM * self.config.active_share, min(max(share, 1e-9), 0.999 * HALF)
         return min(max(math.log(aim / HALF) / math.log(share / HALF), 1 / most), most)

@@ -63,10 +63,7 @@ def _kept_tokens(run: Path) -> np.ndarray | None:
 
 
 def check_inputs(run: str | Path, hashes: dict) -> None:
-    """Raise ValueError when a run started with another text or teacher.
-
-    hashes: fields of its provenance, of which versions of old wrote none.
-    """
+    """Raise ValueError when a run started with another text or teacher, by its provenance."""
     before = results.load_provenance(run)
     text, teacher = hashes["text_sha256"], hashes.get("teacher_sha256")
     old = before.get("text_sha256") or {}
