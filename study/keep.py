@@ -30,8 +30,8 @@ from study import analysis
 from twell import corpus, results, trace
 from twell.config import TrainConfig
 from twell.models import load_stock
-from twell.trace.records import COMPRESSIONS
 from twell.trace.counter import Counter
+from twell.trace.records import COMPRESSIONS
 from twell.trace.watch import same_length, watch
 from twell.train import run_text
 from twell.train.samples import teacher_hash
@@ -212,7 +212,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = trace.load_with_tokenizer(given.run, backend="dense")
     model = model.to(device).eval()
-    tokens = run_text(given.run)[2]
+    tokens = run_text(given.run)
     blocks = tokens.draw(range(len(tokens))).tolist()
     if model.config.hidden_act == "relu":  # other neurons are never silent
         path = given.out / "traces" / f"{given.run.name}.csv"

@@ -125,7 +125,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     model, tokenizer = load(run, dtype=torch.bfloat16)
     check_llama(run, model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    _, _, blocks = run_text(run)
+    blocks = run_text(run)
     tokens = blocks.tokens[: len(blocks) * row["context"]]
     loss = evaluate(model, blocks)["cross_entropy"]
     card = _card(out, runs, loss, len(tokens), text)

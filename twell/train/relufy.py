@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from twell.config import TrainConfig
-from twell.corpus import load_tokenizer
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.l1 import L1Terms
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -367,7 +366,6 @@ def relufy_config(
         raise ValueError(f"sampled_share is {share}; it needs a source that is not streamed")
     if loaded.sampled_chat and has_source and not share:
         raise ValueError("sampled_chat is true, and the teacher writes nothing: set sampled_share")
-    load_tokenizer(str(folder), loaded.vocab_size)  # refuses one with more entries
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
     if has_source and not share:

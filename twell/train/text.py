@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from twell import corpus, results
 from twell.config import TrainConfig
@@ -32,34 +31,25 @@ def _sha256(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
 
 
-def run_text(
-    run: str | Path, valid_tokens: int | None = None
-) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream | None, corpus.Blocks]:
-    """Return a run's tokenizer, training blocks (None: not read) and validation blocks.
+def run_text(run: str | Path, valid_tokens: int | None = None) -> corpus.Blocks:
+    """Return the validation blocks of a run.
 
-    The tokens of the run's own validations are in its folder, unless an older version wrote it.
-    valid_tokens: another number of validation tokens, for which the text has to be at hand. Raises
-    ValueError when the validation text has changed since the run started.
+    They are in its folder, unless an older version wrote it. valid_tokens: another number of
+    validation tokens, for which the text has to be at hand. Raises ValueError when the validation
+    text has changed since the run started.
     """
     run = Path(run)
     config = TrainConfig.load(run / "config.yaml")
-    if valid_tokens is None and (kept := _kept_tokens(run)) is not None:
-        tokenizer = corpus.load_tokenizer(str(run / "model"), config.vocab_size)
-        return tokenizer, None, corpus.Blocks(kept, config.context)
+    if valid_tokens is None:
+        with contextlib.suppress(OSError, ValueError, EOFError, KeyError):  # absent or damaged
+            tokens = np.load(run / results.VALID)
+            if _sha256(tokens) == results.load_provenance(run)["text_sha256"]["validation"]:
+                return corpus.Blocks(tokens, config.context)
     number = config.valid_tokens if valid_tokens is None else valid_tokens
-    tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
+    _, _, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
     hashes = {"validation": _sha256(valid.tokens[: config.valid_tokens])}
     check_inputs(run, {"text_sha256": hashes})
-    return tokenizer, blocks, valid
-
-
-def _kept_tokens(run: Path) -> np.ndarray | None:
-    """Return the validation tokens in a run's folder, None unless they are there and whole."""
-    with contextlib.suppress(OSError, ValueError, EOFError, KeyError):
-        tokens = np.load(run / results.VALID)
-        if _sha256(tokens) == results.load_provenance(run)["text_sha256"]["validation"]:
-            return tokens
-    return None
+    return valid
 
 
 def check_inputs(run: str | Path, hashes: dict) -> None:
