@@ -167,7 +167,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = trace.load_with_tokenizer(given.run, backend="dense")
     model = model.to(device).eval()
-    tokens = run_text(given.run)[2]
+    tokens = run_text(given.run)
     blocks = tokens.draw(range(len(tokens))).tolist()
     if model.config.hidden_act == "relu":  # other neurons are never silent
         path = given.out / "traces" / f"{given.run.name}.csv"

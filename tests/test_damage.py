@@ -78,13 +78,11 @@ def encrypted(data):
 
 # file, what happens to it, the command that reads it
 DAMAGES = [
-    ("stopped/checkpoint-*/state.pt", (half, flipped, empty), RESUME),
-    ("stopped/checkpoint-*/.metadata", (half, flipped, empty), RESUME),
-    ("stopped/checkpoint-*/__0_0.distcp", (half, flipped, empty), RESUME),
+    ("stopped/checkpoint-*/state.pt", (half, empty), RESUME),
+    ("stopped/checkpoint-*/__0_0.distcp", (flipped,), RESUME),
     ("stopped/log.csv", (half, flipped), RESUME),
     ("stopped/provenance.json", (half, listed), RESUME),
     ("run/config.yaml", (listed,), VALID),
-    ("run/log.csv", (listed,), VALID),
     ("run/model/config.json", (half, listed), TRACE),
     ("run/model/model.safetensors", (half, empty), TRACE),
     ("run/model/tokenizer.json", (half, listed), TRACE),
@@ -92,7 +90,6 @@ DAMAGES = [
     ("cache/*/train.npy", (half,), TRAIN),
     ("cache/*/valid.npy", (flipped,), TRAIN),
     ("cache/*/tokenizer.json", (flipped,), TRAIN),
-    ("cache/*/sha256.json", (half,), TRAIN),
     ("text.jsonl", (half, surrogates), TRAIN),
     ("aggregate.npz", (half, empty), INSPECT),
     ("trace.npz", (flipped, other_method, encrypted), TRACED),

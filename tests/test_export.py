@@ -47,7 +47,7 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     (row, log), (dense, twin_log) = (results.load_run(runs / name) for name in ("sparse", "dense"))
     layers, twin_layers = (analysis.logged_layers(table, 96) for table in (log, twin_log))
     losses = last_loss(log), last_loss(twin_log)
-    _, _, blocks = run_text(run)
+    blocks = run_text(run)
     stored = evaluate(model, blocks)["cross_entropy"]
     share, twin_share = (
         100 - 100 * table["active_fraction"].mean() for table in (layers, twin_layers)

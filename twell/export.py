@@ -18,8 +18,7 @@ import torch
 from twell import results, tables, trace
 from twell.config import TrainConfig
 from twell.models import check_llama, load, save
-from twell.train.text import run_text
-from twell.train.validation import evaluate
+from twell.train.text import evaluate, run_text
 
 AGGREGATE = "aggregate.npz"  # statistics of each neuron, which `twell inspect` shows
 # Fields in which a run and its twin may differ.
@@ -126,7 +125,7 @@ def export(run: str | Path, out: str | Path, *, text: str, twin: str | Path | No
     model, tokenizer = load(run, dtype=torch.bfloat16)
     check_llama(run, model)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    _, _, blocks = run_text(run)
+    blocks = run_text(run)
     tokens = blocks.tokens[: len(blocks) * row["context"]]
     loss = evaluate(model, blocks)["cross_entropy"]
     card = _card(out, runs, loss, len(tokens), text)

@@ -1,9 +1,8 @@
 """The sparse layer as a folder for Hugging Face's package `kernels`, without the package twell.
 
-The folder has the layout of that package's repositories: for each backend `build/torch-BACKEND`
-with a module `layers`, metadata.json and the launch options as options.json. Its modules are copies
-of twell's own, with relative imports and a name of their own for the operators, so that it works
-with any version of twell beside it, and without one.
+For each backend it has `build/torch-BACKEND` with a module `layers`, metadata.json and the launch
+options as options.json. Its modules are copies of twell's own, with relative imports and a name of
+their own for the operators, so that it works with any version of twell beside it, and without one.
 """
 
 from __future__ import annotations
@@ -108,5 +107,4 @@ def _sources(name: str) -> dict[str, str]:
 
 
 def _relative(source: str) -> str:
-    """Source code of a module of twell with imports relative to the folder."""
     return re.sub(r"^( *from )twell\.(?=kernels|sparse)", r"\1..", source, flags=re.M)

@@ -12,7 +12,7 @@ A run folder holds
                       model); in data/, compressed: log.csv.xz
     valid.npy         the tokens of its validations, for traces (not tracked by git)
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
-and, until it is complete, the files of train/checkpoint.py and train/lock.py. No other file in it
+and, until it is complete, the files of train/checkpoint.py and train.lock. No other file in it
 is ever deleted.
 """
 

@@ -151,7 +151,7 @@ def test_a_full_disk_is_named(place, capsys, monkeypatch, at):
         raise OSError(28, "No space left on device")
 
     if at == "log.csv":
-        monkeypatch.setattr("twell.train.log.open", full, raising=False)
+        monkeypatch.setattr("twell.train.build.open", full, raising=False)
     else:
         monkeypatch.setattr("os.fsync", full)
     capsys.readouterr()

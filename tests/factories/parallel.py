@@ -25,15 +25,12 @@ SPLIT = "w_gate", "w_up", "w_down_t", "b_gate", "b_up"  # by neurons; b_down is 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case on one rank. The two errors are relative RMS.
-
-    replayed: whether a CUDA graph with the all-reduce inside gave the same bits; None on a CPU.
-    """
+    """Of one case on one rank. The two errors are relative RMS."""
 
     case: fuzz.Case
     from_one: float  # process
     from_fp64: float
-    replayed: bool | None
+    replayed: bool | None  # a CUDA graph with the all-reduce gave the same bits; None on a CPU
 
 
 def cases(sizes, intermediate_size, hidden_size):
@@ -49,18 +46,12 @@ def cases(sizes, intermediate_size, hidden_size):
 
 
 def compute_by_two(cases: list[fuzz.Case], device_type: str, folder: Path) -> list[Result]:
-    """Start two processes that compute the cases, and return the results of both."""
     multiprocessing.spawn(_compute, (cases, device_type, folder), PROCESSES)
-    files = [_file(folder, rank) for rank in range(PROCESSES)]
+    files = sorted(folder.glob("results-*.pt"))
     return [result for file in files for result in torch.load(file, weights_only=False)]
 
 
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"results-{rank}.pt"
-
-
 def _compute(rank: int, cases: list[fuzz.Case], device_type: str, folder: Path) -> None:
-    """Compute the cases as one of the processes."""
     device, options = torch.device(device_type), {"backend": "gloo"}
     if device_type == "cuda":
         device = torch.device("cuda", rank)
@@ -68,7 +59,7 @@ def _compute(rank: int, cases: list[fuzz.Case], device_type: str, folder: Path) 
         options = {"backend": "nccl", "device_id": device}
     options |= {"rank": rank, "world_size": PROCESSES, "timeout": TIMEOUT}
     distributed.init_process_group(init_method=f"file://{folder}/meeting", **options)
-    torch.save([_result(case, rank, device) for case in cases], _file(folder, rank))
+    torch.save([_result(case, rank, device) for case in cases], folder / f"results-{rank}.pt")
     distributed.destroy_process_group()
 
 
@@ -92,16 +83,13 @@ def _result(case: fuzz.Case, rank: int, device: torch.device) -> Result:
 
 
 def _slice(name: str, tensor: Tensor | None, rank: int) -> Tensor | None:
-    """Return a rank's part of an argument of twell.ffn: a view of the rows of its neurons."""
     if name == "b_down" and rank > 0:
         return None
-    if tensor is None or name not in SPLIT:
-        return tensor
-    return tensor.tensor_split(PROCESSES)[rank]
+    whole = tensor is None or name not in SPLIT
+    return tensor if whole else tensor.tensor_split(PROCESSES)[rank]
 
 
 def _replay(compute: Callable[[], Tensor]) -> Tensor:
-    """Return what a CUDA graph of a call computes."""
     graph = torch.cuda.CUDAGraph()
     # NCCL's watchdog asks for events of earlier calls meanwhile, in a thread of its own.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.factories import SEED
 from twell import results
@@ -27,8 +21,6 @@ from twell.train import train
 from twell.train.loop import Run
 
 WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("a", "e", "ain", "o", "un")]
-FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig}
-FAMILIES |= {"qwen2": Qwen2Config, "qwen3": Qwen3Config}
 SHORT = {"tokens": 512, "warmup_steps": 0}  # one step
 COMPARED = {
     "train": ["loss", "cross_entropy", "l1", "grad_norm", "active_mean", "dead_fraction"],
@@ -95,7 +87,8 @@ def write_pretrained(folder, text, kind="llama", **changes):
     sizes = dict(vocab_size=320, hidden_size=32, intermediate_size=96, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
     sizes |= dict(max_position_embeddings=64, initializer_range=0.2) | ends | changes
-    AutoModelForCausalLM.from_config(FAMILIES[kind](**sizes)).save_pretrained(folder)
+    config = AutoConfig.for_model(kind, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

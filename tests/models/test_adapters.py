@@ -171,45 +171,7 @@ LAST = dict.fromkeys(FAMILIES, "down_proj.weight")
 LAST |= {"opt": "fc2.weight", "nanochat": "fc2.weight", "t5": "wo.weight"}
 
 
-# --- adapters of peft, and hooks
-
-
-PROJECTIONS = {"opt": ["fc1", "fc2"], "t5": ["wi", "wo"]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "option", "sparsified"),
-    [("opt", "target_modules", "before"), ("t5", "modules_to_save", "after")],
-)
-def test_adapters_of_peft_fit_the_dense_and_the_sparse_model(kind, option, sparsified, tmp_path):
-    peft = pytest.importorskip("peft")
-    base, x = family(kind), tokens(2, 9)
-    options = {"target_modules": ["q" if kind == "t5" else "q_proj"]} | {option: PROJECTIONS[kind]}
-    config = peft.LoraConfig(r=2, init_lora_weights=False, **options)
-    trained = peft.get_peft_model(copy.deepcopy(base), config).eval()
-    with torch.no_grad():
-        for parameter in trained.parameters():
-            parameter.mul_(1.5 if parameter.requires_grad else 1)
-    expected = logits(trained, x)
-    assert not torch.allclose(expected, logits(base, x), atol=1e-2)
-    trained.save_pretrained(tmp_path)
-    model = copy.deepcopy(base)
-    if sparsified == "before":
-        sparsify(model, backend="reference")
-    model = peft.PeftModel.from_pretrained(model, tmp_path).eval()
-    if sparsified == "after":
-        sparsify(model, backend="reference")
-    assert_close(logits(model, x), expected, rtol=1e-3, atol=1e-3)
-    assert not any(ffn.readable for ffn in sparse_ffns(model))
-    model.save_pretrained(tmp_path / "again")
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "again").eval()
-    assert torch.equal(logits(again, x), expected)
-    merged = model.merge_and_unload()
-    assert all(ffn.readable for ffn in sparse_ffns(merged))
-    assert_close(logits(merged, x), expected, rtol=1e-3, atol=1e-3)
-    dense = twell.densify(merged)
-    assert list(dense.state_dict()) == list(again.merge_and_unload().state_dict())
-    assert_close(logits(dense, x), expected, rtol=1e-3, atol=1e-3)
+# --- Accelerate, copies, and hooks
 
 
 @pytest.mark.parametrize(("kind", "sparsified"), [("opt", "before"), ("nanochat", "after")])
@@ -237,9 +199,8 @@ def test_accelerate_loads_and_offloads(kind, sparsified, tmp_path):
     assert_close(logits(twell.densify(loaded), x), expected)
 
 
-@pytest.mark.parametrize("kind", ["opt", "nanochat"])
-def test_copies_replicas_threads_and_compiled_code_compute_the_same(kind):
-    dense, x = family(kind), tokens(2, 9)
+def test_copies_replicas_threads_and_compiled_code_compute_the_same():
+    dense, x = family("opt", num_hidden_layers=2), tokens(2, 9)
     expected, sparse = logits(dense, x), sparsify(copy.deepcopy(dense))
     assert_close(torch.func.functional_call(sparse, dict(dense.named_parameters()), x)[0], expected)
     with ThreadPoolExecutor(8) as pool:

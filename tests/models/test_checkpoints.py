@@ -96,7 +96,7 @@ def test_of_one_file_and_shards_the_one_of_transformers_is_read(tmp_path):
     for path, content in shards.items():
         path.write_bytes(content)
     assert_read(second)
-    first.save_pretrained(tmp_path, max_shard_size="8KB")
+    change_config(transformers_weights=INDEX)(tmp_path)
     assert_read(first)
 
 

@@ -61,20 +61,6 @@ def test_other_layers_survive_saving(tmp_path, changes):
     assert again.config.hidden_act == again.ffns[0].activation == changes.get("hidden_act", "relu")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("training", [True, False])
-def test_the_model_compiles_in_one_graph(training):
-    model, x = make().train(training), tokens(2, 8)
-    mask = torch.ones_like(x).index_fill(1, torch.tensor([0]), 0)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    inputs = {"input_ids": x, "attention_mask": mask, "use_cache": False}
-    if training:
-        inputs |= {"labels": x, "num_items_in_batch": torch.tensor(14)}
-    result, expected = compiled(**inputs), model(**inputs)
-    for name in ("logits", "loss", "l1") if training else ("logits",):
-        torch.testing.assert_close(getattr(result, name), getattr(expected, name))
-
-
 # --- backends
 
 

@@ -43,15 +43,10 @@ def test_a_model_computes_the_same(kind):
         torch.testing.assert_close(model(**inputs).logits, expected)
 
 
-@pytest.mark.parametrize(("kind", "between"), [("llama", (1, 8)), ("t5", (2, 16))])
-def test_activation_checkpointing_has_the_same_gradients(kind, between):
-    own = {"ffn_backend": "reference", "l1_coefficient": 0.0}
-    model = make(**own) if kind == "llama" else family(kind, dropout_rate=0.0)
-    if kind != "llama":
-        twell.sparsify(model, backend="reference")
+def test_activation_checkpointing_has_the_same_gradients():
+    model = make(ffn_backend="reference", l1_coefficient=0.0).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    inputs, others = inputs_of(model, tokens(2, 16)), inputs_of(model, tokens(*between))
+    inputs, others = {"input_ids": tokens(2, 16)}, {"input_ids": tokens(1, 8)}
     results = []
     for ordered in (False, True):
         model.zero_grad()

@@ -97,7 +97,9 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
     with pytest.raises(ValueError, match="Sequential has no feed-forward layer that twell knows"):
         sparsify(model)
     register_adapter(type(model[0].mlp), **fields)
+    numbers = torch.get_rng_state()
     sparsify(model, backend=backend)
+    assert torch.equal(torch.get_rng_state(), numbers)
     assert_close(model(x), before)
     assert_same(model.state_dict(), state)
     model.load_state_dict(state)
@@ -132,6 +134,14 @@ def test_adapters_that_do_not_fit_are_refused(make, fields, names):
         register_adapter(type(model[0].mlp), **fields)
         sparsify(model)
     assert not any(isinstance(module, SparseFFN) for module in model.modules())
+
+
+def test_a_module_may_take_rows_alone():
+    model = nn.Sequential(Threshold(lambda h: h.relu() if h.dim() == 2 else None))
+    x = torch.ones(3, 32)
+    expected = model(x)
+    register_adapter(Threshold, **RELU)
+    assert_close(sparsify(model)(x), expected)
 
 
 def test_every_module_of_a_class_is_compared():

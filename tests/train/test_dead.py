@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.factories import SEED
-from tests.factories.train import log_of, series
 from twell.models import SparseLlamaForCausalLM
 from twell.train.dead import DeadWindow, balance, reinitialize
 
@@ -54,19 +53,6 @@ def test_reinitialisation_mixes_noise_into_dead_rows_alone(model):
         noise = (new[rows] - 0.75 * old[rows]) / 0.25
         assert noise.std().item() == pytest.approx(0.02, rel=0.15)
         assert abs(noise.mean().item()) < 0.002
-
-
-def test_reinitialisation_revives_neurons_once_a_window(tiny_config, tmp_path):
-    settings = {"l1_coefficient": 1.0, "tokens": 64 * 512, "learning_rate": 1e-2}
-    dead = {}
-    for share in (0.0, 0.5):
-        log = log_of(tiny_config, tmp_path / str(share), reinit=share, **settings)
-        dead[share] = series(log, "dead_fraction").groupby("step").mean()
-    assert len(dead[0.5]) == 16
-    first = dead[0.0][dead[0.0] > 0].index[0]
-    # Nothing acts before there are dead neurons.
-    assert (dead[0.0].loc[:first] == dead[0.5].loc[:first]).all()
-    assert dead[0.5].iloc[-1] < dead[0.0].iloc[-1] - 0.05
 
 
 KINDS = [{"gated": True}, {"gated": False}, {"activation": "silu"}]

@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 import yaml
@@ -16,7 +15,6 @@ from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, load
 from twell.train import evaluate
-from twell.train.build import adamw
 
 
 @pytest.fixture
@@ -98,14 +96,6 @@ def test_other_layers_train(tiny_config, tmp_path, changes):
     assert series(log, "cross_entropy").iloc[-1] == pytest.approx(valid.iloc[-1], rel=0.2)
 
 
-def test_matrices_decay_and_vectors_do_not(tiny_config):
-    model = SparseLlamaForCausalLM(tiny_config.model_config())
-    groups = adamw(model, tiny_config, torch.device("cpu")).param_groups
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert [{p.dim() for p in group["params"]} for group in groups] == [{2}, {1}]
-    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
-
-
 def test_other_backends_and_precisions_follow_the_dense_one(tiny_config, tmp_path):
     short = dataclasses.replace(tiny_config, tokens=3 * 512, log_every=1)
     dense = log_of(short, tmp_path / "dense")
@@ -134,17 +124,6 @@ def test_divergence_is_said(tiny_config, tmp_path, adamw_step):
     with pytest.raises(FloatingPointError, match="the validation loss is nan at step 1"):
         train_changed(tiny_config, tmp_path / "last", **SHORT)
     assert not results.load_run(tmp_path / "last")[0]["complete"]
-
-
-def test_a_validation_between_two_rows_changes_none_of_them(tiny_config, tmp_path):
-    settings = {"l1_coefficient": 0.3, "learning_rate": 1e-2, "reinit": 0.3}
-    rows = {}
-    for every in (3, 16):
-        log = log_of(tiny_config, tmp_path / str(every), valid_every=every, **settings)
-        keep = (log["split"] == "train") & (log["metric"] != "tokens_per_second")
-        rows[every] = log[keep].reset_index(drop=True)
-    assert (rows[16]["metric"] == "dead_fraction").sum() == 8
-    pd.testing.assert_frame_equal(rows[3], rows[16])
 
 
 def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
@@ -50,7 +49,7 @@ def test_without_a_source_the_teacher_writes_when_the_run_starts(teacher, tmp_pa
     assert len(lines) == 94 and len(text) > 3000 and len(set(text)) > 5
     # Stopped in its third batch, or at its end, with half a line, it goes on to the same file.
     part = file.with_suffix(".part")
-    for number in (2 * 16 + 3, 2 * 16 - 1, 94):
+    for number in (2 * 16 + 3, 94):
         part.write_text("".join(lines[:number]) + '{"te')
         file.unlink()
         write(config)
@@ -62,25 +61,18 @@ def test_samples_are_drawn_from_the_probabilities_of_the_teacher(speaker, monkey
     model = AutoModelForCausalLM.from_pretrained(speaker)
     tokenizer = load_tokenizer(str(speaker), 320)
     model.generation_config.repetition_penalty = 9.0
+    plan = samples.Plan(relufy_config(speaker, ["context=16", *BRIEF[1:]]))
+    plan.first = [5]
     torch.manual_seed(SEED)
-    ids = samples._write(model, tokenizer, 4, 12, [5])
+    texts = samples._write(model, plan, 4)
     torch.manual_seed(SEED)
     expected = torch.full((4, 1), 5)
     with torch.no_grad():
-        for _ in range(12):
+        for _ in range(15):
             probabilities = torch.softmax(model(expected).logits[:, -1] / 0.6, -1)
             expected = torch.cat([expected, torch.multinomial(probabilities, 1)], 1)
-    assert not (expected == tokenizer.eos_token_id).any() and torch.equal(ids, expected[:, 1:])
-
-
-@pytest.mark.parametrize("end, expected", [(0, 0), (None, "a"), ([0, 7], [0, 7])])
-def test_the_models_own_end_ends_a_sample(teacher, end, expected):
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(teacher), load_tokenizer(teacher, 320)
-    tokenizer.eos_token, asked = "a", []
-    model.generate = lambda ids, **options: asked.append(model.generation_config) or ids
-    model.generation_config.eos_token_id = end
-    samples._write(model, tokenizer, 8, 4, [1])
-    assert asked[0].eos_token_id == (tokenizer.eos_token_id if expected == "a" else expected)
+    assert not (expected == tokenizer.eos_token_id).any()
+    assert texts == tokenizer.batch_decode(expected[:, 1:])
 
 
 def test_the_teacher_writes_conversations(speaker):
@@ -107,20 +99,6 @@ def test_the_teacher_writes_conversations(speaker):
     assert ids.count(tokenizer.eos_token_id) > 94 - 94 // 20
     assert ids[:2] == encode(tokenizer, "U: ")[:2]
     assert relufy_config(speaker, [*fields[:-2], "tokens=1024"]).source != config.source
-
-
-def test_a_chat_header_begins_once(speaker):
-    """Both the tokenizer and the template put a begin-of-text token first."""
-    tokenizer = load_tokenizer(str(speaker), 320)
-    begin = ("<|endoftext|>", tokenizer.eos_token_id)
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[begin]
-    )
-    tokenizer.bos_token = begin[0]
-    tokenizer.chat_template = "{{ bos_token }}U: {{ messages[0].content }}"
-    assert samples.chat_header(tokenizer) == "U: "
-    ids = samples._first(tokenizer, "U: ")
-    assert ids[0] == begin[1] and ids.count(begin[1]) == 1
 
 
 @pytest.mark.parametrize("share", [0.25, 0.005])  # repeated, cut

@@ -22,7 +22,7 @@ from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_na
 from twell.measure.providers import FP8
 from twell.models import check_llama, num_weights, resolve
 from twell.trace.watch import score
-from twell.train.validation import evaluate as validate
+from twell.train.text import evaluate as validate
 
 # lm-eval would take the commit of the working folder, and git complains where there is none.
 evaluator.get_git_commit_hash = results.commit

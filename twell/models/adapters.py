@@ -159,10 +159,7 @@ class Site:
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """Return the feed-forward layers of the classes in ADAPTERS, in order, without sparse ones.
-
-    Raises ValueError for modules that are wrapped, or of a class that cannot be replaced.
-    """
+    """Return the feed-forward layers that are not sparse yet, in order; refuse wrapped ones."""
     if (whole := _adapter_of(model)) is not None and not whole.inline:
         raise ValueError(f"{type(model).__name__} is itself the layer to replace")
     result: dict[tuple[int, str], Site] = {}  # several owners may hold one module

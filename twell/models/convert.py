@@ -51,10 +51,7 @@ ACTIVITY = "ffn_activity"
 
 
 def apply_activity(ffns: Sequence[SparseFFN], activity: Sequence[Sequence[float]] | None) -> None:
-    """Fix the paths of "auto" by the activity of each layer; do nothing without one.
-
-    Raises ValueError for the activity of another number of layers.
-    """
+    """Fix the paths of "auto" by the activity of each layer; do nothing without one."""
     if activity is None:
         return
     if len(activity) != len(ffns):
@@ -158,10 +155,7 @@ def last_norm(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _around(site: Site) -> SparseFFN:
-    """Return a SparseFFN with the projections of a module, which it shares.
-
-    An unknown activation becomes ReLU: `check` has refused it, or reported it.
-    """
+    """Return a SparseFFN that shares the projections of a module; ReLU for what `check` reports."""
     module, adapter, act = site.module, site.adapter, site.activation or RELU
     names = {ours: own for ours, own in zip(PARTS, adapter.projections, strict=True) if own}
     down, up = getattr(module, adapter.down), getattr(module, adapter.up)
@@ -369,10 +363,7 @@ def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _seeded(x: Tensor) -> Iterator[None]:
-    """Draw the same random numbers in every block.
-
-    torch.manual_seed would also seed the other devices, now or when they are first used.
-    """
+    """Draw the same random numbers in every block, on the device of x alone."""
     generators = torch.cuda.default_generators if x.is_cuda else [torch.default_generator]
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         generators[max(x.get_device(), 0)].manual_seed(0)

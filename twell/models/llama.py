@@ -298,11 +298,7 @@ def _check_backbone(backbone: nn.Module, _: tuple, output: Sequence[Tensor]) -> 
     "pass that the loss has the L1 term: give labels, or set it to 0"
 )
 def _require_l1(tensors: Sequence[Tensor]) -> None:
-    """Let the backward pass raise RuntimeError where only the first tensor has a gradient.
-
-    The others have the L1 terms. So training stops before its first step, and does not go on
-    without L1.
-    """
+    """Let the backward pass raise RuntimeError where only the first tensor has a gradient."""
     tensors = [tensor for tensor in tensors if tensor.requires_grad]
     if len(tensors) < 2:
         return

@@ -227,10 +227,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
-    """Return a model of any family as transformers loads it; see `load` for the name.
-
-    Raises ValueError for a damaged file, a missing or unknown tensor, and quantised weights.
-    """
+    """Return a model of any family as transformers loads it; ValueError for damaged files."""
     folder = resolve(name)
     _refuse_adapter(folder)
     config, auto = stock_config(folder)
@@ -288,10 +285,7 @@ def _load_llama(
 
 
 def read_config(folder: Path) -> SparseLlamaConfig:
-    """Return the configuration that a folder's config.json describes.
-
-    Raises ValueError for a damaged file, and for one that describes no Llama with ReLU.
-    """
+    """Return the configuration of a Llama with ReLU. Raises ValueError for any other."""
     path = folder / "config.json"
     fields = read_json(path)
     if missing := [name for name in SIZES if name not in fields]:
@@ -355,12 +349,7 @@ def empty_weights(config: SparseLlamaConfig) -> dict[str, Tensor]:
 
 
 def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
-    """Return the weights in a folder with Llama's names and shapes.
-
-    The head is left out where `config` ties it to the embedding. Raises FileNotFoundError for a
-    missing file. Raises ValueError for a damaged file, and for a tensor that is missing, unknown,
-    or of the wrong shape or type.
-    """
+    """Return the weights in a folder with Llama's names and shapes, without a tied head."""
     tensors, expected = _read_tensors(folder, config), empty_weights(config)
     for name, tensor in tensors.items():
         in_fp8 = name in expected and expected[name].dtype == FLOAT8
@@ -426,10 +415,7 @@ def _read_tensors(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
 
 
 def _files(folder: Path, named: str | None) -> list[Path]:
-    """Return the files with the weights, in order.
-
-    As transformers: a file that config.json names, else one file, else the shards of an index.
-    """
+    """Return the files with the weights: the named one, else one file, else an index's shards."""
     paths = [folder / name for name in ((named,) if named else (WHOLE, INDEX))]
     index = next(filter(Path.is_file, paths), paths[0])
     if not index.name.endswith(".index.json"):

@@ -160,10 +160,7 @@ def empty_quantized(module: nn.Module) -> None:
 
 
 def quantization_of(module: nn.Module) -> Any:
-    """Return what config.json says of a model's weights: FP8, another quantisation, or None.
-
-    Raises ValueError where only some layers are in FP8.
-    """
+    """Return what config.json says of a model's weights: FP8, another quantisation, or None."""
     in_fp8 = {ffn.quantized for ffn in sparse_ffns(module)}
     if len(in_fp8) == 2:
         raise ValueError("some layers are in FP8 and others not; twell.quantize_ the model")

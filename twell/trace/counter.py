@@ -104,10 +104,7 @@ class Best:
 
 
 class Counter:
-    """Counts the batches of a model of L layers with N neurons each.
-
-    context: the length of the longest sequence; seed: decides which firings are sampled.
-    """
+    """Counts the batches of a model. `context` is the length of the longest sequence."""
 
     def __init__(
         self,
@@ -225,11 +222,7 @@ class Counter:
             raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
 
     def near(self, sequences: Sequence[Sequence[int]]) -> Near:
-        """Return the observer of a second run.
-
-        Its places are those of the first row of CONTEXTS, [L, N, P]: the strongest, then those at
-        the quantiles of the sampled values, which repeat where a neuron fires rarely.
-        """
+        """Return the observer of a second run, at the places of the first of CONTEXTS."""
         shape, wide = (self.num_layers, self.intermediate_size), CONTEXTS[0]
         sample = _at_quantiles(*self.sample.table(*shape), wide.quantiles)
         pairs = zip(self.top.table(*shape), sample, strict=True)
@@ -292,10 +285,7 @@ class Counter:
         }
 
     def _together(self, num_tokens: int) -> Table:
-        """Return for each neuron those whose firings correlate most, and phi, both [L, N, J].
-
-        num_tokens: without first tokens.
-        """
+        """Return for each neuron those whose firings correlate most, and phi, both [L, N, J]."""
         number = CONTEXTS[0].together
         shape = self.num_layers, self.intermediate_size, number
         at, phi = np.full(shape, -1), np.zeros(shape, np.float32)

@@ -16,10 +16,7 @@ from twell.models import load
 def load_with_tokenizer(
     name_or_path: str | Path, **options
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and tokenizer of `twell.load`.
-
-    Raises ValueError without a tokenizer, and for an encoder-decoder model.
-    """
+    """Return `twell.load`'s result. Raises ValueError without tokenizer or causal model."""
     model, tokenizer = load(name_or_path, **options)
     check_causal(model)
     if tokenizer is None:

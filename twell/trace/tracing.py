@@ -111,7 +111,7 @@ def trace_validation(run: str | Path) -> Trace:
     """Trace the tokens of a run's last validation. The run's log has the same counts."""
     row, _ = results.load_run(run)
     config = TrainConfig.load(Path(run) / "config.yaml")
-    _, _, blocks = run_text(run)
+    blocks = run_text(run)
     model, tokenizer = load_with_tokenizer(run)
     meta = results.provenance() | {"run": row["run"], "l1_coefficient": config.l1_coefficient}
     return trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist(), meta=meta)
@@ -176,7 +176,7 @@ def aggregate_run(
     model, tokenizer = load_with_tokenizer(run)
     if text is None:  # a stream holds out no more than its validations read
         streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
-        ids = run_text(run, valid_tokens=None if streamed else 2**62)[2].tokens
+        ids = run_text(run, valid_tokens=None if streamed else 2**62).tokens
     else:
         ids = encode(tokenizer, text)
     if tokens is not None and not 1 <= tokens <= len(ids):

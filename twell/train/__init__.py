@@ -7,17 +7,13 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
 
     start           `train`: holds the lock of the folder, checks it, runs the loop
     loop            the run: steps, rows, validations, checkpoints
-    build           model, compilation, optimiser, learning-rate schedule
-    text            the tokens of a run, and their hashes
-    validation      loss and activity of a model on held-out text
+    build           model, compilation, optimiser, rows of log.csv, Ctrl-C
+    text            the tokens of a run and their hashes; loss and activity on held-out text
     dead            dead neurons: windows and remedies
+    steer           steers activity to the wanted share
     relufy          a pretrained model that learns from itself, with ReLU
     samples         the text that this model writes
-    fit             a least-squares fit of its layers, before training
-    steer           steers activity to the wanted share
-    log             the rows of log.csv
     checkpoint      the last two checkpoints
-    interrupt       Ctrl-C
 
 The public functions load at first use.
 """
@@ -28,12 +24,10 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
+        ".build": "Log activity_columns",
         ".dead": "DeadWindow balance reinitialize",
-        ".fit": "fit_down",
-        ".log": "Log activity_columns",
-        ".relufy": "Student relufy_config",
+        ".relufy": "Student fit_down relufy_config",
         ".start": "train",
-        ".text": "run_text text_hashes",
-        ".validation": "evaluate",
+        ".text": "evaluate run_text text_hashes",
     },
 )

@@ -1,28 +1,40 @@
-"""The parts of a run that follow from its configuration: model, compilation, optimiser."""
+"""The parts of a run: model, compilation, optimiser, the rows of its log, and Ctrl-C."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import functools
+import os
+import signal
+import threading
 from pathlib import Path
 
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerFast
 
+from twell import results
 from twell.config import TrainConfig
 from twell.models import SparseLlamaForCausalLM, save
 from twell.sparse.training import SparseTraining
 from twell.train.relufy import Student
 
+# Metrics of a log, and their names in the results of `summarize_activity`.
+ACTIVITY = {
+    "active_mean": "mean",
+    "active_p99": "p99",
+    "active_max": "max",
+    "dead_fraction": "dead",
+}
+NOTICE = b"\nstopping at the next row of the log, or at the end; Ctrl-C again stops at once\n"
+SIGNALS = signal.SIGINT, signal.SIGTERM
+
 
 def build_model(
     config: TrainConfig, tokenizer: PreTrainedTokenizerFast, device: torch.device
 ) -> SparseLlamaForCausalLM | Student:
-    """Return a model with random weights, or the student of a teacher that computes on `device`.
-
-    Random weights depend on the random state only, not on the backend.
-    """
+    """Return a model with random weights, the same on every backend, or a teacher's student."""
     if config.teacher is not None:
         return Student.of(config, device)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -94,9 +106,70 @@ def save_model(
 ) -> None:
     """Write the trained model; of a student and its teacher, the student."""
     if isinstance(model, Student):
-        model, prefix = model.student, "student."
-        weights = {name.removeprefix(prefix): weight for name, weight in weights.items()}
+        model = model.student
+        weights = {name.removeprefix("student."): weight for name, weight in weights.items()}
     # A saved model is fp32, for which there are no kernels, whatever backend trained it.
     if hasattr(model.config, "ffn_backend"):
         model.config.ffn_backend = "dense"
     save(model, tokenizer, folder, state_dict=weights)
+
+
+class Log:
+    """Appends tidy rows to a run's log.csv, each call's rows at once.
+
+    A resumed run gives the `size` in bytes from its checkpoint. Rows after it are removed, whole or
+    not: the run writes them again.
+    """
+
+    def __init__(self, path: Path, size: int | None = None):
+        self.path = path
+        if size is None:
+            path.write_text(",".join(results.LOG_COLUMNS) + "\n", encoding="utf-8")
+        else:
+            os.truncate(path, size)
+
+    def write(
+        self, step: int, tokens: int, split: str, values: dict[str, float | list[float]]
+    ) -> None:
+        """Write one row for each number, and one for each layer of a list."""
+        rows = []
+        for metric, value in values.items():
+            numbered = enumerate(value) if isinstance(value, list) else [("", value)]
+            rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
+        # Mode "a" would create a deleted log again, without its header.
+        with results.naming(self.path), open(self.path, "r+", encoding="utf-8") as file:
+            file.seek(0, os.SEEK_END)
+            csv.writer(file, lineterminator="\n").writerows(rows)
+
+
+def activity_columns(layers: list[dict]) -> dict[str, list[float]]:
+    """Return the per-layer metrics of a log from the results of `summarize_activity`."""
+    return {metric: [layer[key] for layer in layers] for metric, key in ACTIVITY.items()}
+
+
+class Interrupt:
+    """Notes the first Ctrl-C, or SIGTERM of a scheduler, in `pressed`.
+
+    A second Ctrl-C interrupts at once. A second SIGTERM does not: launchers send it again to
+    processes that have it already.
+    """
+
+    def __init__(self, loud: bool):
+        self.loud, self.pressed, self.before = loud, False, []
+
+    def __enter__(self) -> Interrupt:
+        if threading.current_thread() is threading.main_thread():  # others get no signals
+            self.before = [signal.signal(number, self._press) for number in SIGNALS]
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, before in zip(SIGNALS, self.before, strict=False):
+            if before is not None:  # None: not set from Python, so it cannot be restored
+                signal.signal(number, before)
+
+    def _press(self, number: int, _: object) -> None:
+        if self.pressed and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.loud and not self.pressed:
+            os.write(2, NOTICE)  # print is not reentrant
+        self.pressed = True

@@ -1,10 +1,9 @@
 """The last two checkpoints of a run. When one is damaged, the run goes on from the other.
 
-A checkpoint is the folder `checkpoint-STEP`. Each process writes its share of the weights and of
-the optimiser to it, by `torch.distributed.checkpoint`. The main process writes `state.pt` last: a
-folder without it is unfinished. `state.pt` is the zip file of `torch.save` followed by its SHA-256,
-since the checksums in a zip file do not cover its directory. It holds the SHA-256 of the folder's
-other files, size and SHA-256 of the log, and the run's configuration.
+Each process writes its share of weights and optimiser into the folder `checkpoint-STEP`, by
+`torch.distributed.checkpoint`. The main process writes `state.pt` last: a folder without it is
+unfinished. `state.pt` is the zip file of `torch.save` followed by its SHA-256, since the checksums
+in a zip file do not cover its directory. It has the SHA-256 of the other files and of the log.
 """
 
 from __future__ import annotations
@@ -77,7 +76,9 @@ class Checkpoints:
                 state = read(path)
                 if state.get("row"):
                     raise ValueError(f"{path} is of an older version, between two rows of the log")
-                _check_log(self.log, state)
+                rows = self.log.read_bytes()[: state["log"]] if self.log.is_file() else b""
+                if hashlib.sha256(rows).hexdigest() != state["log_sha256"]:
+                    raise ValueError(f"{self.log} is damaged: it has changed since the checkpoint")
             except ValueError as error:
                 problems.append(str(error))
                 continue
@@ -85,10 +86,8 @@ class Checkpoints:
                 say(f"{problems[0]}: going on from {path}, step {state['step']}")
             self.good = path
             return state
-        raise ValueError(
-            f"{'; '.join(problems)}: the run cannot be resumed; "
-            "put back a copy, or start again with --overwrite"
-        )
+        remedy = "put back a copy, or start again with --overwrite"
+        raise ValueError(f"{'; '.join(problems)}: the run cannot be resumed; {remedy}")
 
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the weights and the optimiser of the checkpoint whose state `read` returned."""
@@ -124,14 +123,6 @@ def read(path: Path) -> dict:
 
 def _seal(data: bytes) -> bytes:
     return b"\nsha256 " + hashlib.sha256(data).hexdigest().encode()
-
-
-def _check_log(path: Path, state: dict) -> None:
-    rows = path.read_bytes()[: state["log"]] if path.is_file() else b""
-    if hashlib.sha256(rows).hexdigest() != state["log_sha256"]:
-        raise ValueError(
-            f"{path} is damaged: its first {state['log']} bytes have changed since the checkpoint"
-        )
 
 
 def _tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict:

@@ -2,10 +2,8 @@
 
 A neuron is *dead* when no token of a whole window activated it. The paper's window is one step of
 2^20 tokens. Ours is `dead_window_tokens`, carried across steps and checkpoints: in one small step
-most rare neurons would look dead. The paper has two remedies: targeted re-initialisation changes
-the dead neurons once a window, and an L1 warm-up (`l1_schedule`) delays the L1 term. Our own is
-`balance`, which keeps the output columns at one length: otherwise smaller activations and longer
-columns lower the L1 term without any sparsity.
+most rare neurons would look dead. `reinitialize` is the paper's remedy; `balance` is ours: smaller
+activations and longer output columns would lower the L1 term without any sparsity.
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ class DeadWindow:
         return dead
 
     def state(self) -> dict:
-        """Return a part of a checkpoint."""
         return {"tokens": self.tokens, "active": self.active, "number": self.number}
 
     def restore(self, state: dict, device: torch.device) -> None:
-        """Continue the window of `state`."""
         self.tokens, self.number = state["tokens"], state["number"]
         self.active = [None if active is None else active.to(device) for active in state["active"]]
 

@@ -26,16 +26,21 @@ from twell.config import TrainConfig, l1_schedule
 from twell.models import silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
-from twell.train.build import adamw, build_model, prepare_layers, save_model
+from twell.train.build import (
+    Interrupt,
+    Log,
+    activity_columns,
+    adamw,
+    build_model,
+    prepare_layers,
+    save_model,
+)
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
-from twell.train.fit import fit_down
-from twell.train.interrupt import Interrupt
-from twell.train.log import Log, activity_columns
+from twell.train.relufy import fit_down
 from twell.train.samples import teacher_hash
 from twell.train.steer import Steering
-from twell.train.text import check_inputs, text_hashes
-from twell.train.validation import evaluate
+from twell.train.text import check_inputs, evaluate, text_hashes
 
 
 class Run:
@@ -126,7 +131,6 @@ class Run:
             return self.finish()
 
     def open_folder(self, log_size: int | None) -> None:
-        """Write configuration and provenance, open the log, and print what begins."""
         starts = results.load_provenance(self.folder)["starts"] if self.resume else []
         origin = results.provenance()
         self.origin = origin | {
@@ -156,10 +160,7 @@ class Run:
     # --- a step
 
     def step(self, step: int) -> torch.Tensor:
-        """Take one optimiser step; return [losses, gradient norm], on the device.
-
-        They are of the whole step, over all processes.
-        """
+        """Take one optimiser step; return [losses, gradient norm] of it, over all processes."""
         config = self.config
         warmed = l1_schedule(step, config.l1_zero_steps, config.l1_warmup_steps)
         sequences = config.batch_tokens // config.context
@@ -184,10 +185,7 @@ class Run:
         return torch.cat([self.accelerator.reduce(losses), norm.detach().float().reshape(1)])
 
     def draw(self, share: range) -> list[torch.Tensor]:
-        """Return the blocks of these numbers as micro-batches on the device.
-
-        All are drawn before the first pass, and copied from pinned memory: no pass waits for text.
-        """
+        """Return these blocks as micro-batches on the device; no pass waits for text."""
         micro = self.config.micro_batch or len(share)
         starts = range(0, len(share), micro)
         drawn = [self.blocks.draw(share[start : start + micro]) for start in starts]
@@ -216,10 +214,7 @@ class Run:
     # --- records
 
     def record(self, step: int) -> None:
-        """Write the losses and the activity since the last row.
-
-        At the end of a window of dead neurons also write their share, and re-initialise them.
-        """
+        """Write losses and activity since the last row, and at the end of a window dead neurons."""
         config = self.config
         steps = (step - 1) % config.log_every + 1  # since the last row
         tokens = steps * config.batch_tokens
@@ -275,7 +270,6 @@ class Run:
         self.write(step, "valid", values, f"validation {values['cross_entropy']:.3f}{kl}")
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
-        """Write rows of the log, print a line, and measure speed from now on."""
         if self.main:
             self.log.write(step, step * self.config.batch_tokens, split, values)
         self.say(f"{self.folder.name}  step {step}/{self.config.steps}  {line}")
@@ -286,11 +280,10 @@ class Run:
         if math.isfinite(loss):
             return
         names = "learning_rate", "l1_coefficient", "weight_decay"
-        values = {name: getattr(self.config, name) for name in names}
-        fields = [f"{name} (now {value})" for name, value in values.items() if value]
-        raise FloatingPointError(
-            f"the {name} is {loss} at step {step}; lower {' or '.join(fields)}"
-        )
+        values = {field: getattr(self.config, field) for field in names}
+        fields = [f"{field} (now {value})" for field, value in values.items() if value]
+        remedy = f"lower {' or '.join(fields)}"
+        raise FloatingPointError(f"the {name} is {loss} at step {step}; {remedy}")
 
     def restart_meters(self) -> None:
         """Measure speed and memory from now on: validations and checkpoints do not count."""
@@ -337,9 +330,9 @@ class Run:
         """Load the newest whole checkpoint; return its step and the log's size at that step."""
         state = self.checkpoints.read(self.say)
         if (processes := len(state["streams"])) != self.world:
+            folder = self.checkpoints.good
             raise ValueError(
-                f"{self.checkpoints.good} was written by {processes} processes; "
-                f"resume with as many, not {self.world}"
+                f"{folder} is of {processes} processes; resume with as many, not {self.world}"
             )
         self.checkpoints.load(self.wrapped, self.optimizer.optimizer)
         self.schedule.load_state_dict(state["schedule"])

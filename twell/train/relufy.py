@@ -1,10 +1,7 @@
 """A pretrained model with ReLU in place of SiLU, which learns from the original.
 
-The student begins with the teacher's weights and ReLU; with `fit_tokens`, its down projections are
-then fitted. It minimises the KL divergence of its predictions from the teacher's, over all tokens
-of a text, plus the L1 term. With `active_share`, steer.py changes the L1 coefficient or the
-threshold until this share of the neurons is active. Steps, schedule, checkpoints and log are those
-of any training.
+The student begins with the teacher's weights and ReLU. It minimises the KL divergence of its
+predictions from the teacher's, over all tokens of a text, plus the L1 term.
 
 Logits exist for CHUNK tokens at a time, and the backward pass computes them again: the logits of a
 whole batch would not fit. With `compile`, the teacher's layers and the losses are compiled too:
@@ -16,9 +13,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from twell.config import TrainConfig
-from twell.corpus import load_tokenizer
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.l1 import L1Terms
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -37,6 +34,7 @@ from twell.train.dead import balance
 from twell.train.samples import samples_file
 
 CHUNK = 2048  # tokens whose logits exist at a time
+RIDGE = 1e-2  # of the fit
 # Fields of a configuration that the teacher decides, and their names in the teacher's.
 OF_TEACHER = {
     "vocab_size": "vocab_size",
@@ -51,12 +49,10 @@ LLAMAS = "llama", SparseLlamaConfig.model_type
 
 @dataclass
 class StudentOutput:
-    """Losses in nats a token, and the loss that training minimises:
+    """Losses in nats a token.
 
-    kl + l1_scale * l1_coefficient * l1 + hidden_weight * hidden. cross_entropy is the student's on
-    the text, cross_entropy_teacher the teacher's. hidden is the mean of `_distance`
-    over tokens and layers, a ratio. l1 and hidden are None in evaluation mode, and hidden is None
-    without a hidden_weight.
+    loss = kl + l1_scale * l1_coefficient * l1 + hidden_weight * hidden, where hidden is the mean of
+    `_distance` over tokens and layers. l1 and hidden are None in evaluation mode.
     """
 
     loss: Tensor
@@ -68,10 +64,9 @@ class StudentOutput:
 
 
 class Student(nn.Module):
-    """A model that learns the predictions of another one, as a module with one loss.
+    """A model with SparseFFN layers that learns the predictions of another one.
 
-    student: a model with SparseFFN layers. The teacher is not a submodule, so it is neither trained
-    nor saved.
+    The teacher is not a submodule, so it is neither trained nor saved.
     """
 
     recording = False  # as in SparseLlamaForCausalLM
@@ -97,9 +92,7 @@ class Student(nn.Module):
         teacher = load_stock(config.teacher, kind).to(device)
         for name, weight in teacher.named_parameters():
             if not weight.isfinite().all():
-                raise ValueError(
-                    f"{name} of the teacher {config.teacher} is not finite; put back a whole copy"
-                )
+                raise ValueError(f"{name} of the teacher {config.teacher} is not finite")
         teacher.requires_grad_(False).eval()
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change the weights little
@@ -162,10 +155,7 @@ class Student(nn.Module):
         num_tokens_in_batch: int | None = None,
         l1_scale: float = 1.0,
     ) -> StudentOutput:
-        """Run both models on `input_ids` [B, S] without padding, which are the labels too.
-
-        The totals count all micro-batches of a step, as in SparseLlamaForCausalLM.
-        """
+        """Run both models on `input_ids` [B, S] without padding, which are the labels too."""
         (teacher,) = self.teacher
         self._forget()  # outputs of layers that activation checkpointing computed again
         with L1Terms(self.ffns, counts=self.training or self.recording) as terms:
@@ -174,12 +164,14 @@ class Student(nn.Module):
             wanted = teacher.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         following = F.pad(input_ids[:, 1:], (0, 1), value=-100)
         pairs = [t.flatten(0, 1).split(CHUNK) for t in (hidden, wanted, following)]
-        heads = self.student.get_output_embeddings(), teacher.get_output_embeddings()
+
+        def compare(hidden: Tensor, wanted: Tensor, following: Tensor) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                expected = teacher.get_output_embeddings()(wanted)
+            return self.losses(self.student.get_output_embeddings()(hidden), expected, following)
+
         options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
-        parts = [
-            checkpoint(_compare, self.losses, *heads, *chunk, **options)
-            for chunk in zip(*pairs, strict=True)
-        ]
+        parts = [checkpoint(compare, *chunk, **options) for chunk in zip(*pairs, strict=True)]
         divergence, *losses = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
         kl = divergence / (num_tokens_in_batch or input_ids.numel())
         losses = [loss / (num_items_in_batch or input_ids[:, 1:].numel()) for loss in losses]
@@ -198,20 +190,6 @@ class Student(nn.Module):
     def _forget(self) -> None:
         for outputs in self.outputs:
             outputs.clear()
-
-
-def _compare(
-    losses: Callable[..., tuple[Tensor, Tensor, Tensor]],
-    head: nn.Module,
-    teacher_head: nn.Module,
-    hidden: Tensor,
-    wanted: Tensor,
-    following: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `losses` of both models' logits."""
-    with torch.no_grad():
-        expected = teacher_head(wanted)
-    return losses(head(hidden), expected, following)
 
 
 def _losses(
@@ -235,11 +213,7 @@ def _distance(ours: Tensor, wanted: Tensor) -> Tensor:
 
 
 def relu_student(config: TrainConfig) -> PreTrainedModel:
-    """Return the teacher in fp32 with sparse ReLU layers.
-
-    A Llama becomes a SparseLlamaForCausalLM, which has a threshold. Attention has no dropout, since
-    the teacher predicts without.
-    """
+    """Return the teacher in fp32 with sparse ReLU layers, and without dropout of attention."""
     model = load_stock(config.teacher, torch.float32)
     model.config.attention_dropout = 0.0  # for a Llama, which is built anew from it
     for module in model.modules():
@@ -249,6 +223,7 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # training follows
             relufy = model.config.hidden_act != "relu"
             return sparsify(model, relufy=relufy, backend=config.backend)
+    # A Llama becomes a SparseLlamaForCausalLM, whose configuration can save a threshold.
     fields = model.config.to_dict() | {
         "hidden_act": "relu",
         "activation_threshold": config.threshold,
@@ -262,6 +237,86 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
     student.generation_config = model.generation_config
     student.set_ffn_backend(config.backend)
     return student
+
+
+# --- the fit of down projections before training
+
+
+@torch.no_grad()
+def fit_down(
+    student: Student, batches: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]
+) -> Iterator[int]:
+    """Fit a student's down projections in place, by least squares; yield each layer's number.
+
+    With ReLU in place of SiLU a layer has other activations h. Decoder layer after decoder layer,
+    the down projection W becomes W + D with the D that minimises, over tokens of the text,
+
+        sum |D h - e|^2 + RIDGE * mean(sum h_n^2) * |D|^2,    e = wanted - found,
+
+    where `wanted` and `found` are the outputs of the decoder layer in the teacher and in the
+    student, each after its own earlier layers: so a layer also corrects the error of earlier ones.
+
+    batches: token ids [B, S] of this process, all of one size, on the teacher's device. It holds
+    both models' hidden states of all batches; a student elsewhere moves there one layer at a time.
+    reduce: returns the sum of a tensor over processes, so that all get the same weights. Raises
+    ValueError for a layer whose activations are not finite. Ours.
+    """
+    student.eval()
+    teacher, device, home = student.teacher[0].base_model, batches[0].device, student.device
+    given = _arguments(teacher, batches[0])  # `own` replaces some for the student's layers
+    wanted = [teacher.get_input_embeddings()(ids) for ids in batches]
+    embedding = student.model.get_input_embeddings()
+    found = [embedding(ids.to(home)).to(device) for ids in batches]
+    rotary = student.model.rotary_emb.to(device)  # in fp32; the teacher's may be in bf16
+    own = {"position_embeddings": rotary(found[0], given[0]["position_ids"])}
+    rotary.to(home)
+    models = teacher.layers, student.model.layers, student.ffns, given
+    for number, (original, layer, ffn, named) in enumerate(zip(*models, strict=True)):
+        layer.to(device)
+        seen: list[Tensor] = []  # the input of the feed-forward layer
+        hook = ffn.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
+        weight = ffn.down_proj.weight
+        size, width = weight.shape
+        square, product = (weight.new_zeros(width, columns) for columns in (width, size))
+        for index, hidden in enumerate(found):
+            wanted[index] = original(wanted[index], **named)
+            error = (wanted[index].float() - layer(hidden, **named | own).float()).flatten(0, -2)
+            h = ffn.activations(seen.pop())[1].float().flatten(0, -2)
+            square.addmm_(h.T, h)
+            product.addmm_(h.T, error)
+        hook.remove()
+        weight += _solved(reduce(square), reduce(product), number).T.to(weight.dtype)
+        torch.clear_autocast_cache()  # it holds the old weight
+        for index, hidden in enumerate(found):
+            found[index] = layer(hidden, **named | own)
+        layer.to(home)
+        yield number
+
+
+def _arguments(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
+    """Return each decoder layer's arguments for `ids`, without the hidden states."""
+    given: dict[nn.Module, dict[str, Any]] = {}
+
+    def keep(layer: nn.Module, _: tuple, named: dict[str, Any]) -> None:
+        given[layer] = {name: value for name, value in named.items() if name != "hidden_states"}
+
+    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.layers]
+    model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [given[layer] for layer in model.layers]
+
+
+def _solved(square: Tensor, product: Tensor, number: int) -> Tensor:
+    """Return D^T [N, K] for the sums h h^T [N, N] and h e^T [N, K]."""
+    square, product = square.double(), product.double()
+    mean = square.diagonal().mean()
+    if not (mean.isfinite() and product.isfinite().all()):
+        raise ValueError(f"layer {number} of the student has activations that are not finite")
+    if not mean:  # no neuron fires
+        return product
+    square.diagonal().add_(RIDGE * mean)
+    return torch.cholesky_solve(product, torch.linalg.cholesky(square))
 
 
 # --- from a model to a configuration
@@ -281,9 +336,8 @@ def relufy_config(
     teacher = str(folder) if Path(name).is_dir() else str(name)
     config, _ = stock_config(folder)
     if config.model_type not in (*RELUFIABLE, *LLAMAS):
-        raise ValueError(
-            f"{name} is a {config.model_type} model; relufy knows {', '.join(RELUFIABLE)}"
-        )
+        known = ", ".join(RELUFIABLE)
+        raise ValueError(f"{name} is a {config.model_type} model; relufy knows {known}")
     given = [override.partition("=")[0] for override in overrides]
     fields = {field: getattr(config, own) for field, own in OF_TEACHER.items()}
     fields |= {"teacher": teacher, "tokenizer": teacher}
@@ -303,19 +357,15 @@ def relufy_config(
     loaded = TrainConfig.load("relufy", [*written, *overrides])
     has_source, share = "source" in given, loaded.sampled_share
     if loaded.context > config.max_position_embeddings:
-        raise ValueError(
-            f"context is {loaded.context}; {name} reads at most {config.max_position_embeddings}"
-        )
+        most = config.max_position_embeddings
+        raise ValueError(f"context is {loaded.context}; {name} reads at most {most}")
     if loaded.threshold and config.model_type not in LLAMAS:
-        raise ValueError(
-            f"threshold is {loaded.threshold}, and the teacher is a {config.model_type}; "
-            "only the configuration of a Llama can save a threshold"
-        )
+        kind = f"the teacher is a {config.model_type}; only a Llama can save a threshold"
+        raise ValueError(f"threshold is {loaded.threshold}, and {kind}")
     if share and (loaded.source.startswith("hf:") or not has_source):
         raise ValueError(f"sampled_share is {share}; it needs a source that is not streamed")
     if loaded.sampled_chat and has_source and not share:
         raise ValueError("sampled_chat is true, and the teacher writes nothing: set sampled_share")
-    load_tokenizer(str(folder), loaded.vocab_size)  # refuses one with more entries
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
     if has_source and not share:

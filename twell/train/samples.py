@@ -13,7 +13,6 @@ from pathlib import Path
 
 import filelock
 import torch
-from torch import Tensor
 from transformers import (
     GenerationConfig,
     PreTrainedConfig,
@@ -43,34 +42,26 @@ def teacher_hash(name: str | Path, others: str = "") -> str:
     return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
-def samples_file(config: TrainConfig) -> Path:
-    """Return the file of the texts that a configuration's teacher writes, in the cache.
+class Plan:
+    """What a teacher writes: `number` texts of `length` tokens at most, after the ids `first`."""
 
-    Its name is a hash of all that decides the texts but the device, which decides how many are
-    written at a time, and so their words. Raises ValueError where no text fits after a chat's
-    header.
-    """
-    _, header, _ = _beginning(config)
-    about = [teacher_hash(config.teacher, WRITER_FILES), *_sizes(config), TEMPERATURE]
-    about += [header] * config.sampled_chat
+    def __init__(self, config: TrainConfig):
+        self.tokenizer = load_tokenizer(str(resolve(config.teacher)), config.vocab_size)
+        self.header = chat_header(self.tokenizer) if config.sampled_chat else ""
+        self.first = _first(self.tokenizer, self.header)
+        self.length = min(WRITTEN, config.context)
+        self.number = math.ceil(config.sampled_tokens / self.length)
+        if (size := len(self.first)) >= self.length:
+            raise ValueError(f"context is {config.context}; the chat's header has {size} tokens")
+
+
+def samples_file(config: TrainConfig) -> Path:
+    """Return the file of these texts in the cache. Its name is a hash of all but the device."""
+    plan = Plan(config)
+    files = teacher_hash(config.teacher, WRITER_FILES)
+    about = [files, plan.length, plan.number, TEMPERATURE, *[plan.header] * config.sampled_chat]
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     return cache_folder() / f"{PREFIX}{name}.jsonl"
-
-
-def _sizes(config: TrainConfig) -> tuple[int, int]:
-    """Return the most tokens of a text, and the number of texts."""
-    length = min(WRITTEN, config.context)
-    return length, math.ceil(config.sampled_tokens / length)
-
-
-def _beginning(config: TrainConfig) -> tuple[PreTrainedTokenizerFast, str, list[int]]:
-    """Return the teacher's tokenizer, the header of a chat or "", and the ids it writes after."""
-    tokenizer = load_tokenizer(str(resolve(config.teacher)), config.vocab_size)
-    header = chat_header(tokenizer) if config.sampled_chat else ""
-    first = _first(tokenizer, header)
-    if len(first) >= _sizes(config)[0]:
-        raise ValueError(f"context is {config.context}; the chat's header has {len(first)} tokens")
-    return tokenizer, header, first
 
 
 @torch.no_grad()
@@ -83,14 +74,12 @@ def write_samples(config: TrainConfig, say: Callable[[str], None]) -> None:
     is_sampled = config.teacher is not None and path.name.startswith(PREFIX)
     if not is_sampled or path.is_file() or path != samples_file(config):
         return
-    tokenizer, header, first = _beginning(config)
-    length, number = _sizes(config)
-    folder = resolve(config.teacher)
+    plan, folder = Plan(config), resolve(config.teacher)
     device = torch.device("cpu")
     if torch.cuda.is_available():  # any rank may be the one that writes
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    size = min(number, _texts_at_once(stock_config(folder)[0], length, device))
-    batches = math.ceil(number / size)
+    size = min(plan.number, _texts_at_once(stock_config(folder)[0], plan.length, device))
+    batches = math.ceil(plan.number / size)
     with filelock.FileLock(f"{path}.lock"):
         if path.is_file():
             return
@@ -100,16 +89,13 @@ def write_samples(config: TrainConfig, say: Callable[[str], None]) -> None:
         lines = part.read_text(encoding="utf-8").split("\n")[:-1] if part.is_file() else []
         written = len(lines) // size
         results.write_atomically(part, "".join(f"{line}\n" for line in lines[: written * size]))
-        texts = f"{number - written * size} texts of up to {length} tokens"
-        say(f"the teacher writes {texts}: {path}")
+        say(f"the teacher writes {plan.number} texts of up to {plan.length} tokens: {path}")
         start = time.perf_counter()
         for batch in range(written, batches):
             torch.manual_seed(batch)
-            rows = min(size, number - batch * size)
-            ids = _write(model, tokenizer, rows, length - len(first), first, ends=not header)
-            texts = tokenizer.batch_decode(ids, skip_special_tokens=not header)
+            texts = _write(model, plan, min(size, plan.number - batch * size))
             with open(part, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"text": header + text}) + "\n" for text in texts)
+                file.writelines(json.dumps({"text": plan.header + text}) + "\n" for text in texts)
             pace = (time.perf_counter() - start) / (batch + 1 - written)
             left = datetime.timedelta(seconds=round(pace * (batches - batch - 1)))
             say(f"{batch + 1} of {batches} batches of texts, {left} left")
@@ -132,11 +118,7 @@ def _texts_at_once(config: PreTrainedConfig, length: int, device: torch.device) 
 
 
 def chat_header(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the text that the chat template puts before the words of a first user.
-
-    It has no begin-of-text token where the tokenizer puts one before every text. Raises ValueError
-    where there is no template, or no such header.
-    """
+    """Return what the chat template puts before a first user's words, without a second begin."""
     header = mark = ""
     if tokenizer.chat_template:
         first = [{"role": "user", "content": MARK}]
@@ -157,25 +139,15 @@ def _first(tokenizer: PreTrainedTokenizerFast, header: str) -> list[int]:
     return [end if begin is None else begin]
 
 
-def _write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerFast,
-    size: int,
-    tokens: int,
-    first: list[int],
-    ends: bool = True,
-) -> Tensor:
-    """Return the ids of texts that a model writes after `first`, without `first`.
-
-    They are drawn from its probabilities at TEMPERATURE. ends: an end-of-text token ends a text. In
-    a conversation this token only ends a turn: the model writes on, for both sides.
-    """
-    end = tokenizer.eos_token_id
-    own = model.generation_config.eos_token_id  # may be several
-    stops = (end if own is None else own) if ends else None
+def _write(model: PreTrainedModel, plan: Plan, size: int) -> list[str]:
+    """Return texts, drawn at TEMPERATURE. In a conversation an end token ends a turn only."""
+    end, own = plan.tokenizer.eos_token_id, model.generation_config.eos_token_id  # maybe several
+    stops = None if plan.header else end if own is None else own
     # Drop settings of the model that change its probabilities, such as a repetition penalty.
     model.generation_config = GenerationConfig(eos_token_id=stops, pad_token_id=end)
-    ids = torch.tensor(size * [first], device=model.device)
-    options = {"do_sample": True, "top_k": 0, "temperature": TEMPERATURE, "max_new_tokens": tokens}
+    ids = torch.tensor(size * [plan.first], device=model.device)
+    options = {"do_sample": True, "top_k": 0, "temperature": TEMPERATURE}
+    options["max_new_tokens"] = plan.length - len(plan.first)
     # Without this mask, a first token that equals the padding would be masked.
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, len(first) :]
+    ids = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, len(plan.first) :]
+    return plan.tokenizer.batch_decode(ids, skip_special_tokens=not plan.header)

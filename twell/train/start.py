@@ -69,7 +69,10 @@ def train(
             complete = results.load_provenance(folder).get("complete")
         # A process that was killed at its start may have left no config.yaml.
         if resume and (complete or path.is_file() or Checkpoints(folder).exist()):
-            config = _as_begun(config, path)
+            begun = TrainConfig.load(path)  # fields that an older version lacked keep defaults
+            if changes := config.changes(yaml.safe_load(path.read_text(encoding="utf-8"))):
+                raise ValueError(f"{folder} holds a run of another configuration: {changes}")
+            config = begun
         if complete:
             if main:  # the process may have been killed while it removed these
                 results.remove_unfinished(folder)
@@ -99,9 +102,7 @@ def hold(folder: Path) -> Iterator[None]:
         lock.acquire()
     except filelock.Timeout:
         holder = path.read_text().strip() or "another process"  # it may have just begun
-        raise FileExistsError(
-            f"{folder} is held by {holder} ({path}): wait for it, or choose another folder"
-        ) from None
+        raise FileExistsError(f"{folder} is held by {holder} ({path})") from None
     try:
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}, since {since}\n")
@@ -123,16 +124,13 @@ def _check_folder(config: TrainConfig, folder: Path, overwrite: bool, resume: bo
         raise ValueError(f"the teacher {teacher} is in {folder}; give the run another folder")
     state = results.run_state(folder)
     if state == "else":
-        raise FileExistsError(
-            f"{folder} is left alone: it is not empty, and no run, which has config.yaml, "
-            "provenance.json and log.csv; choose another folder"
-        )
+        files = "config.yaml, provenance.json and log.csv"
+        raise FileExistsError(f"{folder} is not empty, and no run, which has {files}")
     if state == "nothing" and resume:
         raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
     if state != "nothing" and not (resume or overwrite):
-        raise FileExistsError(
-            f"{folder} already holds a run; choose another folder, --resume or --overwrite it"
-        )
+        choice = "choose another folder, --resume or --overwrite it"
+        raise FileExistsError(f"{folder} already holds a run; {choice}")
 
 
 def _check_memory(config: TrainConfig) -> None:
@@ -142,18 +140,6 @@ def _check_memory(config: TrainConfig) -> None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if 4 * weights > memory:
         raise MemoryError(f"{weights:.3g} weights in fp32, and {memory / 2**30:.3g} GiB of memory")
-
-
-def _as_begun(config: TrainConfig, path: Path) -> TrainConfig:
-    """Return the configuration with which a run was begun, perhaps by an older version.
-
-    Fields that the older version lacked keep their defaults. Raises ValueError where one of the
-    others differs from `config`.
-    """
-    begun = TrainConfig.load(path)
-    if changes := config.changes(yaml.safe_load(path.read_text(encoding="utf-8"))):
-        raise ValueError(f"{path.parent} holds a run of another configuration: {changes}")
-    return begun
 
 
 def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
@@ -166,7 +152,6 @@ def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
     micro = config.micro_batch or most
     if sharded and math.ceil(least / micro) != math.ceil(most / micro):
         raise ValueError(
-            f"{step} for {processes} processes: with micro_batch {micro} some have one more "
-            "forward pass, which FSDP does not allow; make batch_tokens a multiple of context "
-            "times processes"
+            f"{step} for {processes} processes: with micro_batch {micro} some have one more pass, "
+            "which FSDP does not allow; batch_tokens has to be a multiple of context x processes"
         )

@@ -24,10 +24,7 @@ HALF = 0.5  # of the neurons are above a threshold of 0, approximately
 
 
 class Steering:
-    """The L1 coefficient or threshold of a run, constant without an `active_share`.
-
-    name: the field of the configuration that changes. factor: its present ratio to that field.
-    """
+    """The L1 coefficient or threshold of a run: the field `name`, times `factor`."""
 
     def __init__(self, config: TrainConfig, model: nn.Module):
         self.config, self.model = config, model
@@ -62,10 +59,10 @@ class Steering:
     def of_coefficient(self, share: float, stages: int) -> float:
         """Return the factor of the L1 coefficient after a stage with a share of active neurons.
 
-        It rises if too many neurons are active, and if the change of the last stage would leave too
-        many after the next. It falls if too few are active, and if this change would leave too few
-        after BACK stages, or after the stages that are left. An expected share of AWAY times the
-        aim changes it by `l1_growth`, one further off by more.
+        stages: those left. The factor is above 1 if too many neurons are active, and would be after
+        another stage with the change of the last one. It is below 1 if too few are active, and
+        would be after BACK such stages, or after those left. An expected share of AWAY times the
+        aim gives `l1_growth`, one further off more.
         """
         change = 0.0 if self.share is None else share - self.share
         aim = AIM * self.config.active_share
@@ -76,10 +73,7 @@ class Steering:
         return self.config.l1_growth ** min(math.log(ratio, AWAY), MOST)
 
     def of_threshold(self, share: float) -> float:
-        """Return the factor of the threshold after a row with a share of active neurons.
-
-        The model: the share falls exponentially with the threshold, from HALF at 0.
-        """
+        """Return its factor after a row, as if the share fell exponentially from HALF at 0."""
         most = self.config.l1_growth**MOST
         aim, share = AIM * self.config.active_share, min(max(share, 1e-9), 0.999 * HALF)
         return min(max(math.log(aim / HALF) / math.log(share / HALF), 1 / most), most)

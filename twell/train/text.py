@@ -1,4 +1,4 @@
-"""The text of a run, as tokens. It must not change while the run lasts, or between its parts."""
+"""The text of a run, which must not change while the run lasts, and a model's loss on it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
+import torch
 
 from twell import corpus, results
 from twell.config import TrainConfig
+from twell.models import SparseLlamaForCausalLM
+from twell.sparse.layer import summarize_activity
+from twell.train.relufy import Student
 
 
 def text_hashes(
@@ -28,52 +31,69 @@ def _sha256(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
 
 
-def run_text(
-    run: str | Path, valid_tokens: int | None = None
-) -> tuple[PreTrainedTokenizerFast, corpus.Blocks | corpus.Stream | None, corpus.Blocks]:
-    """Return a run's tokenizer, training blocks (None: not read) and validation blocks.
+def run_text(run: str | Path, valid_tokens: int | None = None) -> corpus.Blocks:
+    """Return the validation blocks of a run.
 
-    The tokens of the run's own validations are in its folder, unless an older version wrote it.
-    valid_tokens: another number of validation tokens, for which the text has to be at hand. Raises
-    ValueError when the validation text has changed since the run started.
+    They are in its folder, unless an older version wrote it. valid_tokens: another number of
+    validation tokens, for which the text has to be at hand. Raises ValueError when the validation
+    text has changed since the run started.
     """
     run = Path(run)
     config = TrainConfig.load(run / "config.yaml")
-    if valid_tokens is None and (kept := _kept_tokens(run)) is not None:
-        tokenizer = corpus.load_tokenizer(str(run / "model"), config.vocab_size)
-        return tokenizer, None, corpus.Blocks(kept, config.context)
+    if valid_tokens is None:
+        with contextlib.suppress(OSError, ValueError, EOFError, KeyError):  # absent or damaged
+            tokens = np.load(run / results.VALID)
+            if _sha256(tokens) == results.load_provenance(run)["text_sha256"]["validation"]:
+                return corpus.Blocks(tokens, config.context)
     number = config.valid_tokens if valid_tokens is None else valid_tokens
-    tokenizer, blocks, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
+    _, _, valid = dataclasses.replace(config, valid_tokens=number).prepare_text()
     hashes = {"validation": _sha256(valid.tokens[: config.valid_tokens])}
     check_inputs(run, {"text_sha256": hashes})
-    return tokenizer, blocks, valid
-
-
-def _kept_tokens(run: Path) -> np.ndarray | None:
-    """Return the validation tokens in a run's folder, None unless they are there and whole."""
-    with contextlib.suppress(OSError, ValueError, EOFError, KeyError):
-        tokens = np.load(run / results.VALID)
-        if _sha256(tokens) == results.load_provenance(run)["text_sha256"]["validation"]:
-            return tokens
-    return None
+    return valid
 
 
 def check_inputs(run: str | Path, hashes: dict) -> None:
-    """Raise ValueError when a run started with another text or teacher.
-
-    hashes: fields of its provenance, of which versions of old wrote none.
-    """
+    """Raise ValueError when a run started with another text or teacher, by its provenance."""
     before = results.load_provenance(run)
     text, teacher = hashes["text_sha256"], hashes.get("teacher_sha256")
     old = before.get("text_sha256") or {}
-    if changed := [part for part in text if text[part] != old.get(part, text[part])]:
-        raise ValueError(
-            f"the text of {run} has changed since the run started: "
-            f"its {' and '.join(changed)} tokens differ; "
-            "put back the text that config.yaml names, or train a new run"
-        )
+    changed = [f"{part} tokens" for part in text if text[part] != old.get(part, text[part])]
     if teacher and before.get("teacher_sha256", teacher) != teacher:
+        changed.append("teacher's weights or config.json")
+    if changed:
         raise ValueError(
-            f"the teacher of {run} has changed since the run started: its weights or config.json "
-            "differ; put them back, or train a new run"
+            f"{' and '.join(changed)} of {run} have changed since the run started; put back what "
+            "config.yaml names, or train a new run"
         )
+
+
+@torch.no_grad()
+def evaluate(
+    model: SparseLlamaForCausalLM | Student, blocks: corpus.Blocks, batch: int = 32
+) -> dict:
+    """Return the mean cross-entropy (nats per predicted token) and each layer's activity.
+
+    Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
+    blocks; for a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own
+    counters keep their values.
+    """
+    training, before = model.training, [ffn.stats.counters for ffn in model.ffns]
+    model.eval()
+    model.recording = True
+    for ffn in model.ffns:
+        ffn.stats.take()
+
+    names = ["cross_entropy", *["kl", "cross_entropy_teacher"] * isinstance(model, Student)]
+    totals = dict.fromkeys(names, 0.0)
+    for start in range(0, len(blocks), batch):
+        tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
+        output = model(input_ids=tokens, labels=tokens, use_cache=False)
+        for name in totals:
+            totals[name] += float(getattr(output, name)) * len(tokens)
+
+    model.train(training)
+    model.recording = False
+    layers = [summarize_activity(*ffn.stats.take()) for ffn in model.ffns]
+    for ffn, counted in zip(model.ffns, before, strict=True):
+        ffn.stats.counters = counted
+    return {name: total / len(blocks) for name, total in totals.items()} | {"layers": layers}
