@@ -90,7 +90,7 @@ def test_commands_take_opt_and_those_for_llamas_refuse_it_by_name(folder, capsys
     first, whole = (lm.tokenizer(text).input_ids for text in ("ba de", "ba de fun"))
     assert score == pytest.approx(brute_force(dense, first, whole[len(first) :]), rel=1e-4)
     for run in (
-        lambda: _checkpoint(str(path), TEXT),  # of `measure model`
+        lambda: load_checkpoint(str(path), TEXT),  # of `measure model`
         lambda: quality("opt", dense, [[1, 2], [3, 4]]),
         lambda: rolling(path),
     ):

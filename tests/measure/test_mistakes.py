@@ -37,7 +37,7 @@ STEPS = [
 ]
 MODEL = [
     ({"size": "no"}, "no configuration no"),
-    ({"active": [96]}, "each of 3 layers can have .* less than 96"),
+    ({"active": [96]}, "active is .* less than 96"),
     ({"profile": "hump"}, "profile 'hump' is unknown"),
     ({"shapes": [(4, 0)]}, "hold 0; it has to be at least 1"),
     ({"tuned": True}, "tuned: decoding"),

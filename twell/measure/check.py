@@ -117,11 +117,12 @@ class Exact:
                 h.retain_grad()
                 dys, dl1s = (t.split(CHUNK)[index].double() for t in (dy, dl1))
                 torch.autograd.backward([y, l1], [dys, dl1s])
-                near = gate.detach().abs() <= EDGE * (rows.abs() @ wide[first].abs().t()).detach()
+                given, weight = rows.detach(), wide[first].detach()
+                near = gate.detach().abs() <= EDGE * (given.abs() @ weight.abs().t())
                 edge = h.grad * u.detach() * near
-                edges = edges + edge.t() @ rows.detach()
+                edges = edges + edge.t() @ given
                 results |= {"l1": l1.detach(), "dx": rows.grad}
-                results["edge"] = (edge @ wide[first].detach()).norm()[None]
+                results["edge"] = (edge @ weight).norm()[None]
             for name, result in results.items():
                 parts.setdefault(name, []).append(result)
         tensors = {name: torch.cat(several) for name, several in parts.items()}
