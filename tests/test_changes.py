@@ -192,7 +192,7 @@ def test_a_click_silences_a_neuron(live, pair):
     expected = 100 * after.predictions.probability[token]
     np.testing.assert_allclose([p for _, p in pairs[:10]], expected, rtol=0.06)
     # Later layers are shown as they became, beside what they were.
-    counts = texts(page, ".tw-token .tw-count b")
+    counts = texts(page, ".tw-token .tw-count")
     expected = [*before.trace.counts()[:, token], *after.trace.counts()[:, token]]
     assert [int(count) for count in counts] == expected
     # A second neuron is set, the first one scaled instead, and all is undone.

@@ -26,7 +26,7 @@ PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, o
 def leading(values: np.ndarray, number: int) -> np.ndarray:
     """Round float32 values to their leading bytes (nearest, ties to even). NaN stays NaN.
 
-    Two bytes are bfloat16. The other bytes are 0, which compress to nothing.
+    Two bytes are bfloat16. The other bytes are 0, which `block` leaves out.
     """
     values = np.asarray(values, np.float32)
     whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
@@ -44,16 +44,17 @@ def block(header: dict, arrays: dict[str, np.ndarray], level: int) -> bytes:
     """Return a header and arrays, compressed (zlib).
 
     Inside: the length of the header as JSON (uint32), the header, and the arrays one after the
-    other; header["arrays"] lists (name, dtype, entries). An array's first bytes of all entries come
-    first (little endian), then all second ones: so they compress better.
+    other. header["arrays"] lists (name, dtype, entries, planes). A plane has one byte of all
+    entries (0: the lowest): so they compress better. Planes of zeros are left out.
     """
-    about = [(name, array.dtype.str.lstrip("<|"), array.size) for name, array in arrays.items()]
-    text = json.dumps(header | {"arrays": about}).encode()
-    parts = [len(text).to_bytes(4, "little"), text]
-    for array in arrays.values():
+    listed, parts = [], []
+    for name, array in arrays.items():
         entries = np.frombuffer(array.tobytes(), np.uint8).reshape(-1, array.itemsize)
-        parts.append(entries.T.tobytes())
-    return zlib.compress(b"".join(parts), level)
+        planes = np.flatnonzero(entries.any(axis=0)).tolist()
+        listed.append((name, array.dtype.str.lstrip("<|"), array.size, planes))
+        parts += [entries[:, plane].tobytes() for plane in planes]
+    text = json.dumps(header | {"arrays": listed}).encode()
+    return zlib.compress(b"".join([len(text).to_bytes(4, "little"), text, *parts]), level)
 
 
 def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 6) -> bytes:

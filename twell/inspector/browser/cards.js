@@ -4,7 +4,7 @@
 import { changedCard } from "./compare.js";
 import { range } from "./data.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
-import { help, pill, quiet, refill, table, tokenPill, wordWith } from "./elements.js";
+import { help, pill, quiet, renew, signedBar, table, tokenPill, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
 import { ABOUT_H } from "./scales.js";
 import { BEGIN } from "./state.js";
@@ -27,15 +27,19 @@ export class Cards {
     this.spoken = element("span.tw-end", { role: "status" }); // is read aloud
   }
 
+  // A card is built again when what it shows has changed; a chosen neuron is only marked.
   show() {
-    const { state } = this;
+    const { state, view } = this;
     const { side, token, layer, neuron } = state.selected();
     const chosen = neuron !== null && layer !== null;
-    const sharing = chosen ? state.sharing(side) : [];
-    const nodes = side.T ? this.passageCards(side, token, layer) : [];
-    if (!side.T && !chosen) nodes.push(layersCard(this.view, side));
-    nodes.push(sharing.map((one) => this.neuron.build(one, layer, neuron)));
-    refill(this.box, nodes);
+    const parts = side.T ? this.passageCards(side, token, layer) : [];
+    const known = [view.chunks, state.query.within].join();
+    if (!side.T && !chosen) parts.push([`layers ${known}`, () => layersCard(view, side)]);
+    for (const one of chosen ? state.sharing(side) : [])
+      parts.push(this.neuron.part(one, layer, neuron));
+    renew(this.box, parts.map(([shown, build]) => [`${view.built} ${shown}`, build]));
+    for (const node of this.box.querySelectorAll("[data-neuron]"))
+      node.ariaPressed = String(chosen && node.dataset.neuron === state.nameOf(side, layer, neuron));
     this.say(side, token, layer, neuron);
   }
 
@@ -44,12 +48,16 @@ export class Cards {
     const { state } = this;
     const peek = token === null && state.peek?.token !== undefined ? state.peek : null;
     const from = peek ?? { side, token };
-    const changed = state.sides.length === 2 && changedCard(state);
-    if (from.token === null) return [this.startCard(side), changed];
+    const changed = state.header.changed ? [["changed", () => changedCard(state)]] : [];
+    if (from.token === null) return [[`start ${side.number}`, () => this.startCard(side)], ...changed];
     const shown = state.header.aligned ? state.sides : [from.side];
-    const opened = (one) => (one === side || state.header.aligned ? layer : null);
-    const card = (one) => this.tokenCard(one, from.token, opened(one), peek !== null);
-    return [...shown.map(card), changed];
+    const traits = [from.token, peek !== null, state.get("layers"), state.get("compression")];
+    const card = (one) => {
+      const opened = one === side || state.header.aligned ? layer : null;
+      const build = () => this.tokenCard(one, from.token, opened, peek !== null);
+      return [["token", one.number, opened, ...traits].join(), build];
+    };
+    return [...shown.map(card), ...changed];
   }
 
   say(side, token, layer, neuron) {
@@ -74,7 +82,7 @@ export class Cards {
     );
     const title = element("div.tw-card-head", element("h4", "Where to begin"));
     const places = table("auto minmax(0, 1fr)", [], rows);
-    return element("section.tw-card.tw-begin", title, quiet(HOW), places);
+    return element("section.tw-card.tw-begin", { data: { of: "start" } }, title, quiet(HOW), places);
   }
 
   tokenCard(side, token, layer, peeking) {
@@ -83,7 +91,7 @@ export class Cards {
     const most = Math.max(1, ...layers.map((n) => side.count(n, token)));
     return element(
       `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
-      { "aria-label": "token" },
+      { "aria-label": "token", data: { of: "token" } },
       state.header.aligned && element("div.tw-of", side.about.name),
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
@@ -129,9 +137,8 @@ export class Cards {
     const about = { "aria-expanded": String(opened), "aria-label": `layer ${layer}` };
     const capacity = state.capacity();
     const count = side.count(layer, token);
-    const over =
-      side.fullestTile(layer, token) > capacity &&
-      element("em", { title: `a tile holds more than ${capacity}` });
+    const over = side.fullestTile(layer, token) > capacity;
+    const mark = over && { title: `a tile holds more than ${capacity}` };
     const strongest = () =>
       side.strongest(layer, token, CHIPS).map(({ neuron, value }) => {
         const title = `layer ${layer}, neuron ${neuron}`;
@@ -142,7 +149,7 @@ export class Cards {
       element(
         "div.tw-layer",
         button(".tw-layer-name", act, about, `layer ${layer}`),
-        countBar(count / most, integer(count), over),
+        countBar(count / most, integer(count), over, mark),
         !opened && element("span.tw-chips", strongest()),
       ),
       opened && this.layerTable(side, layer, token),
@@ -151,9 +158,8 @@ export class Cards {
 
   // Attributes of a neuron's button: hovering colours the passage by it, a click selects it.
   choosing(side, layer, neuron, token) {
-    const { side: own, layer: of, neuron: chosen } = this.state.selected();
     return {
-      "aria-pressed": String(own === side && of === layer && chosen === neuron),
+      data: { neuron: this.state.nameOf(side, layer, neuron) },
       onpointerenter: () => this.view.peek({ side, layer, neuron }),
       onpointerleave: () => this.view.peek(null),
       onclick: () => {
@@ -177,20 +183,18 @@ export class Cards {
     const rows = shown.map((one) => this.entry(side, layer, one, token, most));
     const columns = `auto minmax(40px, 1fr) 58px 44px${side.rate ? " 52px" : ""}`;
     return [
-      element("div.tw-scrolled", table(columns, names, rows)),
+      element("div.tw-scrolled", { data: { of: `${layer} ${token}` } }, table(columns, names, rows)),
       shown.length < count && quiet(kept),
     ];
   }
 
   entry(side, layer, { neuron, value, share }, token, most) {
-    const width = `${(50 * Math.abs(value)) / most}%`;
-    const style = value < 0 ? { right: "50%", width } : { left: "50%", width };
     const sign = value < 0 ? ".tw-minus" : ".tw-plus";
     return element(
       "button.tw-item.tw-entry",
       { type: "button", ...this.choosing(side, layer, neuron, token) },
       element("span", String(neuron)),
-      element("span.tw-both", element(`i${sign}`, { style })),
+      signedBar(value / most),
       element(`b${sign}`, signed(value)),
       element("span", percent(share)),
       side.rate && element("span", percent(side.rate[layer * side.N + neuron])),
@@ -264,7 +268,7 @@ export function modelFacts({ about, fires, L, N }) {
 // Of each layer: active neurons, dead ones, and how strongly they fire. A click searches in it.
 function layersCard(view, side) {
   const overview = side.catalog?.chunk("overview");
-  if (!overview) return null;
+  if (!overview) return quiet();
   if (!overview.fires) return quiet("There are no statistics without an aggregate.");
   const rows = range(0, overview.L - 1).map((layer) => layerRow(overview, layer));
   const most = Math.max(...rows.map(({ active }) => active));
@@ -281,7 +285,7 @@ function layersCard(view, side) {
   const names = ["layer", "active a token", "dead", "median rate", "median |h|"];
   return element(
     "section.tw-card.tw-overview",
-    { "aria-label": "layers" },
+    { "aria-label": "layers", data: { of: "layers" } },
     element("div.tw-card-head", element("h4", "Layers")),
     table("auto minmax(60px, 1fr) auto auto auto", names, rows.map(line)),
     quiet("A click on a layer searches in it, one on a neuron opens its card."),

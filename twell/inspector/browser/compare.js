@@ -17,18 +17,15 @@ const TWO =
   "Changes are shown beside the unchanged model, and this view compares already: a view of one " +
   "model and one text has them.";
 
-// The neurons that changed most, as a card; null if the sides cannot be compared.
+// The neurons that changed most, as a card.
 export function changedCard(state) {
   const { changed } = state.header;
-  if (!changed) return null;
-  const selected = state.selected();
   const rows = changed.map(([layer, neuron, change]) => {
-    const chosen = selected.layer === layer && selected.neuron === neuron;
     const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
       ".tw-item.tw-entry",
-      () => state.chooseNeuron(selected.side, layer, neuron),
-      { "aria-pressed": String(chosen) },
+      () => state.chooseNeuron(state.selected().side, layer, neuron),
+      { data: { neuron: state.nameOf(state.sides[0], layer, neuron) } },
       element("span", `${layer} \u00b7 ${neuron}`),
       element("b", number(change)),
       state.sides.map(share),
@@ -37,7 +34,7 @@ export function changedCard(state) {
   const names = ["neuron", "change", "fires left", "right"];
   return element(
     "section.tw-card.tw-changed-most",
-    { "aria-label": "neurons that changed most" },
+    { "aria-label": "neurons that changed most", data: { of: "changed" } },
     element("div.tw-card-head", element("h4", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
       ? table("repeat(4, minmax(0, 80px))", names, rows)

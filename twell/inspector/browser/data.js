@@ -22,15 +22,16 @@ export async function readBlock(bytes) {
   let at = 4 + new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, at - 4)));
   const arrays = {};
-  for (const [name, type, length] of header.arrays) {
+  for (const [name, type, length, planes] of header.arrays) {
     const array = new ARRAYS[type](length);
-    const size = array.BYTES_PER_ELEMENT;
-    const packed = new Uint8Array(buffer, at, length * size);
     const entries = new Uint8Array(array.buffer);
-    for (let byte = 0; byte < size; byte++)
-      for (let n = 0; n < length; n++) entries[n * size + byte] = packed[byte * length + n];
+    const size = array.BYTES_PER_ELEMENT;
+    for (const plane of planes) {
+      const packed = new Uint8Array(buffer, at, length);
+      for (let n = 0, to = plane; n < length; n++, to += size) entries[to] = packed[n];
+      at += length;
+    }
     arrays[name] = array;
-    at += length * size;
   }
   return { header, arrays };
 }
@@ -146,8 +147,10 @@ class Side {
     return entries.slice(0, most);
   }
 
-  // The firings of a neuron: tokens ascending, with their values.
+  // The firings of a neuron: tokens ascending, with their values. The last answer is kept, since a
+  // drawing asks for one neuron many times.
   column(layer, neuron) {
+    if (this.last?.layer === layer && this.last.neuron === neuron) return this.last;
     const [tokens, values] = [[], []];
     for (let token = 0; token < this.T; token++) {
       const row = layer * this.T + token;
@@ -157,7 +160,7 @@ class Side {
       tokens.push(token);
       values.push(this.value[from + at]);
     }
-    return { tokens, values };
+    return (this.last = { layer, neuron, tokens, values });
   }
 
   // h of a neuron at each token: 0 where it is silent, never 0 where it fires.

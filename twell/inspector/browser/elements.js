@@ -3,7 +3,7 @@
 import { BYTES, signed } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const CONTROLS = "button, select, input";
+const HANDLERS = ["onclick", "onchange", "onpointerenter", "onpointerleave"];
 
 // Make an element. The tag may have classes, as in "button.tw-close" or "svg:rect". Objects are
 // attributes; null, undefined and false are skipped; everything else is a child. Text becomes text
@@ -25,12 +25,59 @@ export function element(tag, ...parts) {
 function assign(node, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    if (name.startsWith("on")) node[name] = value;
     else if (name === "data") Object.assign(node.dataset, value);
     else if (name === "style") Object.assign(node.style, value);
-    else if (name === "value" || name === "checked") node[name] = value;
     else node.setAttribute(name, value === true ? "" : value);
   }
+}
+
+// Replace the children of a node.
+export function refill(parent, ...nodes) {
+  parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
+}
+
+// Draw the children of a node again where they changed. parts: pairs of a text that says what a
+// child shows, and a function that builds it.
+export function renew(parent, parts) {
+  parts.forEach(([shown, build], n) => {
+    const { [n]: old } = parent.children;
+    if (old?.shown === shown) return;
+    const node = old ? patch(old, build()) : parent.appendChild(build());
+    node.shown = shown;
+  });
+  while (parent.children.length > parts.length) parent.lastChild.remove();
+}
+
+// Make a node like a new one and return the node in its place. Elements stay, so that the focus, a
+// press of the mouse, an open explanation and text that is being typed outlast a drawing. `data-of`
+// says what an element belongs to: for something else it is replaced, and scrolls from its start.
+function patch(old, fresh) {
+  if (old.nodeName !== fresh.nodeName || old.dataset?.of !== fresh.dataset?.of) {
+    old.replaceWith(fresh);
+    return fresh;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== fresh.data) old.data = fresh.data;
+    return old;
+  }
+  const typed = fresh.defaultValue !== old.defaultValue; // the state changed, so it is shown
+  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of fresh.attributes)
+    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  for (const name of HANDLERS) old[name] = fresh[name];
+  if (typed) old.value = fresh.value;
+  if (old.checked !== fresh.checked) old.checked = fresh.checked;
+  const { selectedIndex, childNodes } = fresh;
+  const nodes = [...childNodes];
+  nodes.forEach((node, n) => {
+    const { [n]: child } = old.childNodes;
+    if (child) patch(child, node);
+    else old.append(node);
+  });
+  while (old.childNodes.length > nodes.length) old.lastChild.remove();
+  if (old.selectedIndex !== selectedIndex) old.selectedIndex = selectedIndex;
+  return old;
 }
 
 export function button(classes, onclick, ...parts) {
@@ -44,31 +91,6 @@ export function select(label, pairs, chosen, choose, attributes = {}) {
   );
   const onchange = ({ target }) => choose(pairs[target.selectedIndex][0]);
   return element("select", { "aria-label": label, onchange, ...attributes }, options);
-}
-
-// Replace the children of a node if what it shows has changed. shown: a text that says what.
-export function renew(parent, shown, build) {
-  if (parent.shown === shown) return;
-  parent.shown = shown;
-  refill(parent, build());
-}
-
-// Replace the children of a node. The control that had the focus keeps it: it is found by its name,
-// and by its place among controls of the same name. Text that is being typed is kept.
-export function refill(parent, ...nodes) {
-  const { activeElement: active } = parent.getRootNode();
-  const nameOf = (node) => node.ariaLabel || node.title || node.textContent;
-  const controls = () =>
-    [...parent.querySelectorAll(CONTROLS)].filter((node) => nameOf(node) === nameOf(active));
-  const place = active && parent.contains(active) ? controls().indexOf(active) : -1;
-  parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
-  if (place < 0) return;
-  const now = controls()[place];
-  now?.focus(); // a list scrolls to it
-  if (now && typeof active.selectionStart === "number") {
-    now.value = active.value;
-    now.setSelectionRange(active.selectionStart, active.selectionEnd);
-  }
 }
 
 // Would not be seen, or would move other text: controls, format characters, separators, white space
@@ -159,7 +181,15 @@ export function chip(name, value, digits, ...attributes) {
 }
 
 // A horizontal bar with a number on it. share: its length, from 0 to 1.
-export function countBar(share, value, ...marks) {
-  const bar = element("i", { style: { width: `${100 * share}%` } });
-  return element("span.tw-count", bar, element("b", value), marks);
+export function countBar(share, value, over = false, attributes = {}) {
+  const style = { backgroundSize: `${100 * share}% 100%` };
+  return element(`span.tw-count${over ? ".tw-over" : ""}`, { style, ...attributes }, value);
+}
+
+// A bar from the middle to the right or, below 0, to the left. share: from -1 to 1.
+export function signedBar(share) {
+  const [wide, left] = [50 * Math.abs(share), share < 0 ? 50 + 50 * share : 50];
+  const place = `${(100 * left) / (100 - wide)}%`; // as CSS counts: of the space that is left over
+  const style = { backgroundSize: `${wide}% 100%`, backgroundPositionX: place };
+  return element(`span.tw-both.${share < 0 ? "tw-minus" : "tw-plus"}`, { style });
 }

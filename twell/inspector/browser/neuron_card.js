@@ -29,11 +29,19 @@ const IN_ALL = {
 };
 
 export class NeuronCard {
-  // cards: { state, show }.
+  // cards: { state, view }.
   constructor(cards) {
     this.cards = cards;
     this.state = cards.state;
     this.places = "passage"; // which examples are shown
+  }
+
+  // What the card shows as a text, and how it is built.
+  part(side, layer, neuron) {
+    const { state, cards } = this;
+    const traits = [layer, neuron, JSON.stringify(state.get("changes")), state.ramps.dark];
+    const shown = ["neuron", side.number, ...traits, this.places, cards.view.chunks].join();
+    return [shown, () => this.build(side, layer, neuron)];
   }
 
   build(side, layer, neuron) {
@@ -42,7 +50,7 @@ export class NeuronCard {
     const choose = (...other) => this.state.chooseNeuron(side, ...other);
     return element(
       "section.tw-card.tw-neuron",
-      { "aria-label": "neuron" },
+      { "aria-label": "neuron", data: { of: "neuron" } },
       this.state.sides.length === 2 && element("div.tw-of", side.about.name),
       this.head(side, layer, neuron),
       alikeness(this.state, layer, neuron),
@@ -136,7 +144,7 @@ export class NeuronCard {
     const kind = kinds.includes(this.places) ? this.places : kinds[0];
     const choose = (places) => {
       this.places = places;
-      this.cards.show();
+      this.cards.view.schedule();
     };
     const names = kinds.map((one) => [one, PLACES[one]]);
     const here = kind === "passage";
@@ -145,6 +153,7 @@ export class NeuronCard {
       kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
       element(
         "div.tw-scrolled",
+        { data: { of: [layer, neuron, kind].join() } },
         here && this.placesHere(side, layer, neuron),
         known[kind]?.map((example) => this.placeFar(side, example, known.largest)),
       ),

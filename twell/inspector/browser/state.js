@@ -64,6 +64,11 @@ export class State {
     return one === other || this.header.paired;
   }
 
+  // One name for a neuron on all sides that share it.
+  nameOf(side, layer, neuron) {
+    return [this.header.paired ? 0 : side.number, layer, neuron].join();
+  }
+
   // The sides that show a neuron of this one.
   sharing(side) {
     return this.sides.filter((one) => this.shares(side, one));
