@@ -121,9 +121,7 @@ IN_BROWSER = [
 
 def in_browser(test):
     """Mark one test that needs a browser."""
-    for mark in IN_BROWSER:
-        test = mark(test)
-    return test
+    return IN_BROWSER[0](IN_BROWSER[1](test))
 
 
 @contextlib.contextmanager
@@ -196,30 +194,12 @@ def settle(page):
 
 
 def click(page, selector, number=0):
-    """Click as a script does, and return the milliseconds until it is drawn."""
-    return page.evaluate(
-        """async ([selector, number]) => {
-            const node = document.querySelectorAll(selector)[number], start = performance.now();
-            node.click();
-            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-            return performance.now() - start;
-        }""",
+    """Click as a script does, and wait until it is drawn."""
+    page.evaluate(
+        "([selector, number]) => document.querySelectorAll(selector)[number].click()",
         [selector, number],
     )
-
-
-def search(page, words):
-    """Type words as a script does, and return the milliseconds until what they find is drawn."""
-    return page.evaluate(
-        """async (words) => {
-            const box = document.querySelector(".tw-query"), start = performance.now();
-            box.value = words;
-            box.dispatchEvent(new Event("input"));
-            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-            return performance.now() - start;
-        }""",
-        words,
-    )
+    settle(page)
 
 
 def texts(page, selector):

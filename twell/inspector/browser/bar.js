@@ -89,13 +89,8 @@ function presets(state) {
 // A page has an address, which says what it shows; a widget has none.
 function copier(model) {
   const copy = async () => {
-    try {
-      await navigator.clipboard.writeText(model.link());
-      node.textContent = "copied";
-    } catch {
-      prompt("The browser keeps the clipboard to itself; copy the link here:", model.link());
-    }
-    setTimeout(() => (node.textContent = "copy link"), 1500);
+    await navigator.clipboard.writeText(model.link());
+    node.textContent = "copied";
   };
   const node = button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");
   return node;

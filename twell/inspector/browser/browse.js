@@ -3,13 +3,12 @@
 import { range } from "./data.js";
 import { button, element, labelled, pill, refill, renew, select, table } from "./elements.js";
 import { Scatter } from "./scatter.js";
-import { search, SORTS, STATES, WHERE } from "./search.js";
+import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
 const ROWS = 50; // of the list, and so many more when asked for
 
 export class Browse {
-  // view: { state, root, schedule }.
   constructor(view) {
     Object.assign(this, { view, state: view.state });
     this.scatter = new Scatter(
@@ -17,13 +16,7 @@ export class Browse {
       (box) => this.ask({ box }),
       (index) => this.choose(index),
     );
-    // It is never drawn again: whoever types keeps the cursor.
-    this.text = element("input.tw-query", {
-      ...{ type: "search", placeholder: "a word, or some", "aria-label": "words to find" },
-      oninput: () => this.ask({ words: this.text.value }),
-    });
-    this.left = element("span.tw-group");
-    this.right = element("span.tw-group");
+    this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
     this.list = element("div.tw-found.tw-scrolled");
     const toggled = () => {
@@ -33,13 +26,12 @@ export class Browse {
       "details.tw-browse",
       { open: this.state.query.finding, ontoggle: toggled },
       element("summary", "Find neurons"),
-      element("div.tw-bar.tw-finding", { role: "search" }, this.left, this.text, this.right),
+      this.bar,
       this.count,
       element("div.tw-results", this.scatter.node, this.list),
     );
   }
 
-  // Search for something else.
   ask(changes) {
     this.state.ask(changes);
     this.view.schedule();
@@ -57,10 +49,10 @@ export class Browse {
     const catalog = side?.catalog;
     this.node.hidden = !catalog;
     if (!catalog || !this.node.open) return;
-    const asked = JSON.stringify(state.query);
+    const asked = JSON.stringify(Object.keys(QUERY).map((part) => state.query[part]));
     if (this.catalog !== catalog || this.asked !== asked || this.answer.waiting) {
       Object.assign(this, { catalog, asked, rows: ROWS, answer: search(catalog, state.query) });
-      this.showControls(side);
+      renew(this.bar, [[`${asked} ${side.L}`, () => this.controls(side)]]);
       this.showList();
     }
     const overview = catalog.chunk("overview");
@@ -75,21 +67,23 @@ export class Browse {
     this.opened = false;
   }
 
-  showControls({ L }) {
+  controls({ L }) {
     const { query } = this.state;
     const among = (part, names, label = part) =>
       select(label, Object.entries(names), query[part], (value) => this.ask({ [part]: value }));
     const layers = range(0, L - 1).map((layer) => [layer, `layer ${layer}`]);
     const inside = (within) => this.ask({ within });
-    const right = () => [
+    const typed = { type: "search", placeholder: "a word, or some", "aria-label": "words to find" };
+    const oninput = ({ target }) => this.ask({ words: target.value });
+    return element(
+      "div.tw-bar.tw-finding",
+      { role: "search" },
+      among("where", WHERE),
+      element("input.tw-query", { ...typed, value: query.words, oninput }),
       select("layer", [[null, "all layers"], ...layers], query.within, inside),
       among("state", STATES),
       labelled("sorted by", among("sort", SORTS)),
-    ];
-    const { where, within, state, sort } = query;
-    renew(this.left, [[where, () => among("where", WHERE)]]);
-    renew(this.right, [[[L, within, state, sort].join(), () => element("span.tw-group", right())]]);
-    if (this.text.value !== query.words) this.text.value = query.words;
+    );
   }
 
   showList() {

@@ -38,8 +38,9 @@ export class Cards {
     for (const one of chosen ? state.sharing(side) : [])
       parts.push(this.neuron.part(one, layer, neuron));
     renew(this.box, parts.map(([shown, build]) => [`${view.built} ${shown}`, build]));
+    const name = chosen ? state.nameOf(side, layer, neuron) : null;
     for (const node of this.box.querySelectorAll("[data-neuron]"))
-      node.ariaPressed = String(chosen && node.dataset.neuron === state.nameOf(side, layer, neuron));
+      node.ariaPressed = String(node.dataset.neuron === name);
     this.say(side, token, layer, neuron);
   }
 
@@ -49,7 +50,8 @@ export class Cards {
     const peek = token === null && state.peek?.token !== undefined ? state.peek : null;
     const from = peek ?? { side, token };
     const changed = state.header.changed ? [["changed", () => changedCard(state)]] : [];
-    if (from.token === null) return [[`start ${side.number}`, () => this.startCard(side)], ...changed];
+    const start = [`start ${side.number}`, () => this.startCard(side)];
+    if (from.token === null) return [start, ...changed];
     const shown = state.header.aligned ? state.sides : [from.side];
     const traits = [from.token, peek !== null, state.get("layers"), state.get("compression")];
     const card = (one) => {
@@ -82,7 +84,8 @@ export class Cards {
     );
     const title = element("div.tw-card-head", element("h4", "Where to begin"));
     const places = table("auto minmax(0, 1fr)", [], rows);
-    return element("section.tw-card.tw-begin", { data: { of: "start" } }, title, quiet(HOW), places);
+    const about = { data: { of: "start" } };
+    return element("section.tw-card.tw-begin", about, title, quiet(HOW), places);
   }
 
   tokenCard(side, token, layer, peeking) {
@@ -95,7 +98,7 @@ export class Cards {
       state.header.aligned && element("div.tw-of", side.about.name),
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
-      predictions(side, token, state.header.aligned && side.number ? state.sides[0] : null),
+      predictions(side, token),
       element("div", layers.map((n) => this.layerBox(side, n, token, most, n === layer))),
     );
   }
@@ -118,14 +121,12 @@ export class Cards {
   tokenFacts(side, token) {
     const surprise = side.surprise[token];
     const first = Number.isNaN(surprise);
-    const characters = side.characters(token);
     const mean = side.means(...this.state.range(side))[token];
     return element(
       "div.tw-factbox",
       fact("surprise", first ? "\u2013" : `${number(surprise)} nats`),
       fact("probability", first ? "first of its sequence" : percent(Math.exp(-surprise))),
       fact("active, mean", number(mean)),
-      characters && fact("bytes of", pill(characters)),
     );
   }
 
@@ -181,9 +182,10 @@ export class Cards {
     const covered = shown.reduce((sum, one) => sum + one.share, 0);
     const kept = `${shown.length} of ${count}, ${percent(Math.min(covered, 1))} of the sum of |h|`;
     const rows = shown.map((one) => this.entry(side, layer, one, token, most));
+    const about = { data: { of: `${layer} ${token}` } };
     const columns = `auto minmax(40px, 1fr) 58px 44px${side.rate ? " 52px" : ""}`;
     return [
-      element("div.tw-scrolled", { data: { of: `${layer} ${token}` } }, table(columns, names, rows)),
+      element("div.tw-scrolled", about, table(columns, names, rows)),
       shown.length < count && quiet(kept),
     ];
   }
@@ -202,35 +204,22 @@ export class Cards {
   }
 }
 
-// The tokens that a model expects after a token, and what follows. other: a side with the same
-// tokens, to whose probabilities these are compared.
-function predictions(side, token, other) {
+function predictions(side, token) {
   const predicted = side.predictions(token);
   if (!predicted) return null;
   const following = side.following(token);
   const comes = following === null ? null : side.text(following);
-  const before = other?.predictions(token) ?? [];
-  const outside = (words) => comes !== null && !words.some(({ text }) => text === comes);
-  const actual = (one) => ({ text: comes, probability: Math.exp(-one.surprise[following]) });
-  const rest = predicted.length; // where what follows is listed if it is not among the likeliest
-  if (outside(predicted)) predicted.push(actual(side));
-  if (other && outside(before)) before.push(actual(other));
-  const word = ({ text, probability }, n) => {
-    const known = before.find((one) => one.text === text);
-    const change = known && 100 * (probability - known.probability);
-    const moved = known ? Math.abs(change) >= 0.1 && signed(change, 2) : other && "new";
-    const title = "change in percentage points";
-    const classes = `.tw-expected${text === comes ? ".tw-comes" : ""}`;
-    return [n === rest && "\u2026", wordWith(classes, text, percent(probability), moved, title)];
-  };
+  const listed = comes === null || predicted.some(({ text }) => text === comes);
+  const word = ({ text, probability }) =>
+    wordWith(text, percent(probability), text === comes ? ".tw-comes" : "");
+  const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[following]) });
   return element(
     "div.tw-next",
     element("h5", "predicts next", help(ABOUT_NEXT)),
-    element("div.tw-words", predicted.map(word)),
+    element("div.tw-words", predicted.map(word), !listed && ["\u2026", actual()]),
   );
 }
 
-// What the pointer tells about the token below it.
 export function tokenTitle(state) {
   const { side, token, layer } = state.peek;
   const [first, last] = layer === undefined ? state.range(side) : [layer, layer];
@@ -251,15 +240,14 @@ export function tokenTitle(state) {
   return lines.join("\n");
 }
 
-// Name and size of a model, and what is known of it.
 export function modelFacts({ about, fires, L, N }) {
-  const { name, tokens, source } = about;
+  const { name, tokens, run } = about;
   const dead = fires ? fires.reduce((sum, count) => sum + (count === 0), 0) : 0;
   const facts = [
     `${plural(L, "layer")} of ${integer(N)} neurons`,
     fires && `${percent(dead / fires.length)} dead`,
     tokens !== null && `counted over ${plural(tokens, "token")}`,
-    source?.run && source.run !== name && source.run,
+    run !== name && run,
     !about.weights && "no weights: no promoted words, no similar neurons",
   ];
   return facts.filter(Boolean);

@@ -13,11 +13,7 @@ const ABOUT_ALIKE =
 const ABOUT_CHANGE =
   "The model runs again with another h of this neuron in the output of its layer, at every " +
   "token; the second side shows what becomes of it.";
-const TWO =
-  "Changes are shown beside the unchanged model, and this view compares already: a view of one " +
-  "model and one text has them.";
 
-// The neurons that changed most, as a card.
 export function changedCard(state) {
   const { changed } = state.header;
   const rows = changed.map(([layer, neuron, change]) => {
@@ -59,10 +55,10 @@ function change(state, changes) {
   state.put({ ...(changes.length ? view : { difference: false, side: 0 }), changes });
 }
 
-// Silence, scale or set a neuron; null if there is no model to run.
+// Silence, scale or set a neuron; null if there is no model to run, or two are compared already.
 export function changeControls(state, layer, neuron) {
-  if (!state.get("runs")) return null;
-  if (state.sides[1] && !state.sides[1].about.changes.length) return quiet(TWO);
+  const compares = state.sides[1] && !state.sides[1].about.changes.length;
+  if (!state.get("runs") || compares) return null;
   const now = state.get("changes").find(isOf(layer, neuron));
   const to = (how) => {
     const others = state.get("changes").filter((one) => !isOf(layer, neuron)(one));

@@ -1,11 +1,7 @@
 // Packed blocks (twell/inspector/packing.py) as typed arrays, and the passage of one side.
 
-import { BYTES } from "./words.js";
-
-const ARRAYS = {
-  ...{ u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array },
-  ...{ f4: Float32Array },
-};
+const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
+const ARRAYS = { ...NUMBERS, i1: Int8Array, f4: Float32Array };
 const FAINTEST = 1e-30; // stands for an active neuron whose value is 0
 
 export function fromBase64(text) {
@@ -15,7 +11,6 @@ export function fromBase64(text) {
   return data;
 }
 
-// Return a block's header, and its arrays by name.
 export async function readBlock(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
@@ -60,7 +55,6 @@ class Side {
     for (const [name, array] of Object.entries(arrays))
       if (name.startsWith(`${number}.`)) this[name.slice(2)] = array;
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
-    this.special = new Set(about.special);
     // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
     const most = about.strongest ?? Infinity;
     this.pointer = new Uint32Array(this.counts.length + 1);
@@ -78,7 +72,7 @@ class Side {
   }
 
   isSpecial(token) {
-    return this.special.has(this.token[token]);
+    return this.about.special.includes(this.token[token]);
   }
 
   sequenceOf(token) {
@@ -92,30 +86,16 @@ class Side {
     return null;
   }
 
-  // The characters that a token of bytes makes with its neighbours; "" if they are not whole.
-  characters(token) {
-    const isBytes = (at) => BYTES.test(this.text(at));
-    if (!isBytes(token)) return "";
-    let [from, to] = [token, token + 1];
-    while (this.position[from] && isBytes(from - 1)) from--;
-    while (this.position[to] && isBytes(to)) to++;
-    const hex = range(from, to - 1).map((at) => this.text(at)).join("").match(/[0-9A-F]{2}(?=>)/g);
-    const bytes = Uint8Array.from(hex, (digits) => parseInt(digits, 16));
-    const text = new TextDecoder().decode(bytes);
-    return text.includes("\ufffd") ? "" : text;
-  }
-
   // The likeliest next tokens after one, falling; undefined if no model ran.
   predictions(token) {
-    if (!this.expected) return undefined;
-    const each = this.expected.length / this.T;
-    return Array.from({ length: each }, (_, n) => ({
+    const each = this.expected?.length / this.T;
+    const one = (_, n) => ({
       text: this.about.expected[this.expected[token * each + n]],
       probability: this.probability[token * each + n],
-    }));
+    });
+    return this.expected && Array.from({ length: each }, one);
   }
 
-  // The token after one in its sequence, or null.
   following(token) {
     return token + 1 < this.T && this.position[token + 1] > 0 ? token + 1 : null;
   }
@@ -134,7 +114,6 @@ class Side {
     return this.tile_max[layer * this.T + token];
   }
 
-  // The kept neurons of a token and layer, strongest first.
   strongest(layer, token, most = Infinity) {
     const row = layer * this.T + token;
     const entries = [];
@@ -175,7 +154,6 @@ class Side {
     return this.fires?.[layer * this.N + neuron] ?? this.column(layer, neuron).tokens.length;
   }
 
-  // Mean active neurons of each token over these layers.
   means(first, last) {
     const means = new Float32Array(this.T);
     for (let layer = first; layer <= last; layer++)
@@ -183,7 +161,6 @@ class Side {
     return means.map((sum) => sum / (last - first + 1));
   }
 
-  // The value of the strongest neuron at each token of a layer.
   peaks(layer) {
     this.peak ??= Float32Array.from(this.counts, (_, row) =>
       strongestOf(this.value.subarray(this.pointer[row], this.pointer[row + 1])),

@@ -3,7 +3,7 @@
 import { BYTES, signed } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const HANDLERS = ["onclick", "onchange", "onpointerenter", "onpointerleave"];
+const HANDLERS = ["onclick", "onchange", "oninput", "onpointerenter", "onpointerleave"];
 
 // Make an element. The tag may have classes, as in "button.tw-close" or "svg:rect". Objects are
 // attributes; null, undefined and false are skipped; everything else is a child. Text becomes text
@@ -32,7 +32,6 @@ function assign(node, attributes) {
   }
 }
 
-// Replace the children of a node.
 export function refill(parent, ...nodes) {
   parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
 }
@@ -62,7 +61,8 @@ function patch(old, fresh) {
     return old;
   }
   const typed = fresh.defaultValue !== old.defaultValue; // the state changed, so it is shown
-  for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const name of old.getAttributeNames())
+    if (!fresh.hasAttribute(name)) old.removeAttribute(name);
   for (const { name, value } of fresh.attributes)
     if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   for (const name of HANDLERS) old[name] = fresh[name];
@@ -102,11 +102,12 @@ const HIDDEN = /((?!(?<=\S)\u200d)[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}]|(?! )\p{Zs})/
 export function pieces(text, breaks = false) {
   if (BYTES.test(text)) return [element("span.tw-bytes", text)];
   if (!text) return [element("span.tw-bytes", "empty")];
+  if (!HIDDEN.test(text)) return [text];
   const parts = text.split(HIDDEN).filter(Boolean);
-  return parts.map((part, n) => {
+  return parts.flatMap((part, n) => {
     if (part === "\n") {
-      const line = breaks && n < parts.length - 1 && element("br");
-      return [element("span.tw-mark", "\u23ce"), line];
+      const ends = breaks && n < parts.length - 1;
+      return [element("span.tw-mark", "\u23ce"), ...(ends ? [element("br")] : [])];
     }
     if (part === "\t") return element("span.tw-mark", "\u21e5\u00a0\u00a0");
     if (!HIDDEN.test(part)) return part;
@@ -124,10 +125,8 @@ export function tokenPill(side, token) {
   return pill(side.text(token), side.isSpecial(token));
 }
 
-// A word with a number, and a smaller number beside it.
-export function wordWith(classes, text, value, more, title) {
-  const small = more && element("small", { title }, more);
-  return element(`span.tw-word${classes}`, pill(text), element("b", value), small);
+export function wordWith(text, value, classes = "", attributes = {}) {
+  return element(`span.tw-word${classes}`, attributes, pill(text), element("b", value));
 }
 
 export function fact(name, value) {
@@ -138,7 +137,6 @@ export function quiet(...parts) {
   return element("p.tw-quiet", ...parts);
 }
 
-// A control with a name before it.
 export function labelled(name, ...controls) {
   return element("label.tw-group", name, controls);
 }
@@ -173,7 +171,6 @@ export function table(columns, names, rows) {
   return element("div.tw-table", { style: { gridTemplateColumns: columns } }, head, rows);
 }
 
-// A neuron with a number.
 export function chip(name, value, digits, ...attributes) {
   const classes = value < 0 ? "button.tw-chip.tw-minus" : "button.tw-chip";
   const number = element("b", signed(value, digits));

@@ -5,7 +5,7 @@ import { pixel } from "./colours.js";
 import { range } from "./data.js";
 import { element } from "./elements.js";
 import { axes } from "./histogram.js";
-import { integer, number, percent } from "./words.js";
+import { number } from "./words.js";
 
 const HEIGHT = 300;
 const SPACE = { left: 58, right: 12, top: 8, bottom: 34 };
@@ -119,12 +119,7 @@ export class Scatter {
 
   moved(event) {
     const [x, y] = this.at(event);
-    if (!this.start) {
-      const near = this.nearest(x, y);
-      this.canvas.style.cursor = near === null ? "crosshair" : "pointer";
-      this.canvas.title = near === null ? "" : this.describe(near);
-      return;
-    }
+    if (!this.start) return;
     const [left, top] = this.start;
     if (!this.drag && Math.hypot(x - left, y - top) < 5) return;
     this.drag = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
@@ -150,12 +145,6 @@ export class Scatter {
       if (far < least) [best, least] = [index, far];
     }
     return best;
-  }
-
-  describe(index) {
-    const { N, fires, about } = this.overview;
-    const name = `layer ${Math.floor(index / N)}, neuron ${integer(index % N)}`;
-    return `${name}: fires at ${percent(fires[index] / about.tokens)} of the tokens`;
   }
 }
 

@@ -170,7 +170,6 @@ export class View {
     return [facts, !side.catalog && element("p.tw-empty", empty)];
   }
 
-  // Name and size of a side: above all, or above each of two.
   facts(side) {
     const { name, of, start } = side.about;
     const overview = !side.T && side.catalog?.chunk("overview");
@@ -271,7 +270,6 @@ export class View {
     if (peek) event.currentTarget.title = tokenTitle(this.state);
   }
 
-  // The pointer is on a neuron of a card, or left it.
   peek(peek) {
     this.state.peek = peek;
     this.schedule();
