@@ -22,7 +22,6 @@ from PIL import Image
 
 from twell import inspector, results
 
-SCREENSHOTS = results.root() / "build" / "screenshots"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PASSAGE = (
     "Fellow citizens of the Senate and House of Representatives: I have the honor to report that "
@@ -182,11 +181,6 @@ def jupyter_lab(folder: Path, root: Path, theme: str = "JupyterLab Light") -> It
                 server.wait(20)
             except subprocess.TimeoutExpired:
                 server.kill()
-
-
-def keep(page, name):
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
 
 
 def settle(page):

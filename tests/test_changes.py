@@ -177,6 +177,7 @@ def test_typed_numbers_outlast_a_drawing_and_are_of_the_neuron_shown(live, pair)
     assert box.input_value() == "1.5" and box.evaluate("(node) => node === document.activeElement")
     page.keyboard.press("Tab")
     page.locator(".tw-changed", has_text="0 \u00b7 4 = 1.5").wait_for()
+    assert page.evaluate("() => document.activeElement.closest('.tw-neuron') !== null")
     # Two boxes are changed before the browser draws.
     page.evaluate(
         """() => {

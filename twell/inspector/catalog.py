@@ -155,7 +155,7 @@ class Catalog:
         return torch.cat(inputs), torch.cat([_unit(rows["down"]) for rows in layers])
 
     def _promoted(self, norm: nn.Module, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return the words whose logits each direction raises most, then lowers most; the changes."""
+        """Return the words whose logits each direction raises and lowers most; the changes."""
         unembedding = self.side.model.get_output_embeddings().weight
         ids, values = [], []
         for part in directions.split(BATCH):
@@ -220,7 +220,7 @@ def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
 
 
 def _peaks(aggregate: trace.Aggregate) -> np.ndarray:
-    """Return the first PEAKS different tokens of each neuron's strongest places, from 1; 0: none."""
+    """Return the first PEAKS different tokens of each neuron's places, from 1; 0: none."""
     inside = np.searchsorted(aggregate.text_at, aggregate.top_at).clip(0, None)
     token = np.searchsorted(aggregate.token_ids, np.append(aggregate.text, 0)[inside]) + 1
     token = np.where(aggregate.top_at >= 0, token, 0).reshape(-1, aggregate.top_at.shape[-1])

@@ -98,7 +98,7 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
 
     token: index of the header's strings; starts: the first token of each sequence, and the end;
     total: the sum of |h| in a row; gap: from the neuron before in the row. fires (where entries are
-    missing) and rate (of the aggregate) are of each neuron. expected: indices of the header's words.
+    missing) and rate (of the aggregate) are of each neuron. expected: indices of header words.
     """
     passage = side.trace
     counts = np.diff(passage.indptr)

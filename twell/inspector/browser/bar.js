@@ -83,7 +83,11 @@ function overflow(state, choose) {
 function presets(state) {
   const [{ about }] = state.sides;
   const names = about.starts_with.map((preset) => [preset, preset.name]);
-  return select("go to", [[null, "Go to \u2026"], ...names], null, (preset) => state.goTo(preset));
+  const go = (preset, box) => {
+    box.selectedIndex = 0; // so that it can be chosen again
+    state.goTo(preset);
+  };
+  return select("go to", [[null, "Go to \u2026"], ...names], null, go);
 }
 
 // A page has an address, which says what it shows; a widget has none.

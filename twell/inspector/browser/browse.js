@@ -52,7 +52,7 @@ export class Browse {
     const asked = JSON.stringify(Object.keys(QUERY).map((part) => state.query[part]));
     if (this.catalog !== catalog || this.asked !== asked || this.answer.waiting) {
       Object.assign(this, { catalog, asked, rows: ROWS, answer: search(catalog, state.query) });
-      renew(this.bar, [[`${asked} ${side.L}`, () => this.controls(side)]]);
+      renew(this.bar, [["bar", `${asked} ${side.L}`, () => this.controls(side)]]);
       this.showList();
     }
     const overview = catalog.chunk("overview");

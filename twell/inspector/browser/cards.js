@@ -34,10 +34,11 @@ export class Cards {
     const chosen = neuron !== null && layer !== null;
     const parts = side.T ? this.passageCards(side, token, layer) : [];
     const known = [view.chunks, state.query.within].join();
-    if (!side.T && !chosen) parts.push([`layers ${known}`, () => layersCard(view, side)]);
+    if (!side.T && !chosen) parts.push(["layers", known, () => layersCard(view, side)]);
     for (const one of chosen ? state.sharing(side) : [])
       parts.push(this.neuron.part(one, layer, neuron));
-    renew(this.box, parts.map(([shown, build]) => [`${view.built} ${shown}`, build]));
+    for (const part of parts) part[1] = `${view.built} ${part[1]}`;
+    renew(this.box, parts);
     const name = chosen ? state.nameOf(side, layer, neuron) : null;
     for (const node of this.box.querySelectorAll("[data-neuron]"))
       node.ariaPressed = String(node.dataset.neuron === name);
@@ -49,15 +50,15 @@ export class Cards {
     const { state } = this;
     const peek = token === null && state.peek?.token !== undefined ? state.peek : null;
     const from = peek ?? { side, token };
-    const changed = state.header.changed ? [["changed", () => changedCard(state)]] : [];
-    const start = [`start ${side.number}`, () => this.startCard(side)];
+    const changed = state.header.changed ? [["changed", "", () => changedCard(state)]] : [];
+    const start = ["start", side.number, () => this.startCard(side)];
     if (from.token === null) return [start, ...changed];
     const shown = state.header.aligned ? state.sides : [from.side];
     const traits = [from.token, peek !== null, state.get("layers"), state.get("compression")];
     const card = (one) => {
       const opened = one === side || state.header.aligned ? layer : null;
       const build = () => this.tokenCard(one, from.token, opened, peek !== null);
-      return [["token", one.number, opened, ...traits].join(), build];
+      return [`token${one.number}`, [opened, ...traits].join(), build];
     };
     return [...shown.map(card), ...changed];
   }
@@ -84,8 +85,7 @@ export class Cards {
     );
     const title = element("div.tw-card-head", element("h4", "Where to begin"));
     const places = table("auto minmax(0, 1fr)", [], rows);
-    const about = { data: { of: "start" } };
-    return element("section.tw-card.tw-begin", about, title, quiet(HOW), places);
+    return element("section.tw-card.tw-begin", title, quiet(HOW), places);
   }
 
   tokenCard(side, token, layer, peeking) {
@@ -94,7 +94,7 @@ export class Cards {
     const most = Math.max(1, ...layers.map((n) => side.count(n, token)));
     return element(
       `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
-      { "aria-label": "token", data: { of: "token" } },
+      { "aria-label": "token" },
       state.header.aligned && element("div.tw-of", side.about.name),
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
@@ -273,7 +273,7 @@ function layersCard(view, side) {
   const names = ["layer", "active a token", "dead", "median rate", "median |h|"];
   return element(
     "section.tw-card.tw-overview",
-    { "aria-label": "layers", data: { of: "layers" } },
+    { "aria-label": "layers" },
     element("div.tw-card-head", element("h4", "Layers")),
     table("auto minmax(60px, 1fr) auto auto auto", names, rows.map(line)),
     quiet("A click on a layer searches in it, one on a neuron opens its card."),

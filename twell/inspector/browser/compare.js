@@ -30,7 +30,7 @@ export function changedCard(state) {
   const names = ["neuron", "change", "fires left", "right"];
   return element(
     "section.tw-card.tw-changed-most",
-    { "aria-label": "neurons that changed most", data: { of: "changed" } },
+    { "aria-label": "neurons that changed most" },
     element("div.tw-card-head", element("h4", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
       ? table("repeat(4, minmax(0, 80px))", names, rows)

@@ -36,23 +36,31 @@ export function refill(parent, ...nodes) {
   parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
 }
 
-// Draw the children of a node again where they changed. parts: pairs of a text that says what a
-// child shows, and a function that builds it.
+// Draw the children of a node again where they changed. parts: of each child a name, a text that
+// says what it shows, and a function that builds it.
 export function renew(parent, parts) {
-  parts.forEach(([shown, build], n) => {
-    const { [n]: old } = parent.children;
-    if (old?.shown === shown) return;
-    const node = old ? patch(old, build()) : parent.appendChild(build());
-    node.shown = shown;
+  const names = parts.map(([name]) => name);
+  for (const child of [...parent.children]) if (!names.includes(child.named)) child.remove();
+  parts.forEach(([named, shown, build], n) => {
+    let node = [...parent.children].find((child) => child.named === named);
+    if (node?.shown !== shown) node = node ? patch(node, build()) : build();
+    Object.assign(node, { named, shown });
+    if (parent.children[n] !== node) parent.insertBefore(node, parent.children[n] ?? null);
   });
-  while (parent.children.length > parts.length) parent.lastChild.remove();
+}
+
+// One node can be made like the other. `data-of` says what an element belongs to: for something
+// else it is replaced, and scrolls from its start.
+function alike(old, fresh) {
+  const kind = (node) => node.getAttribute?.("class")?.split(" ")[0];
+  const same = old.nodeName === fresh.nodeName && kind(old) === kind(fresh);
+  return same && old.dataset?.of === fresh.dataset?.of;
 }
 
 // Make a node like a new one and return the node in its place. Elements stay, so that the focus, a
-// press of the mouse, an open explanation and text that is being typed outlast a drawing. `data-of`
-// says what an element belongs to: for something else it is replaced, and scrolls from its start.
+// press of the mouse, an open explanation and text that is being typed outlast a drawing.
 function patch(old, fresh) {
-  if (old.nodeName !== fresh.nodeName || old.dataset?.of !== fresh.dataset?.of) {
+  if (!alike(old, fresh)) {
     old.replaceWith(fresh);
     return fresh;
   }
@@ -66,30 +74,45 @@ function patch(old, fresh) {
   for (const { name, value } of fresh.attributes)
     if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   for (const name of HANDLERS) old[name] = fresh[name];
-  if (typed) old.value = fresh.value;
-  if (old.checked !== fresh.checked) old.checked = fresh.checked;
-  const { selectedIndex, childNodes } = fresh;
-  const nodes = [...childNodes];
-  nodes.forEach((node, n) => {
-    const { [n]: child } = old.childNodes;
-    if (child) patch(child, node);
-    else old.append(node);
-  });
-  while (old.childNodes.length > nodes.length) old.lastChild.remove();
+  const { value, checked, selectedIndex } = fresh;
+  patchChildren(old, [...fresh.childNodes]);
+  if (typed) old.value = value;
+  if (old.checked !== checked) old.checked = checked;
   if (old.selectedIndex !== selectedIndex) old.selectedIndex = selectedIndex;
   return old;
+}
+
+function patchChildren(parent, nodes) {
+  let place = parent.firstChild;
+  const drop = (end) => {
+    while (place !== end) {
+      const { nextSibling } = place;
+      place.remove();
+      place = nextSibling;
+    }
+  };
+  for (const node of nodes) {
+    let match = place;
+    while (match && !alike(match, node)) match = match.nextSibling;
+    if (!match) parent.insertBefore(node, place);
+    else {
+      drop(match);
+      place = patch(match, node).nextSibling;
+    }
+  }
+  drop(null);
 }
 
 export function button(classes, onclick, ...parts) {
   return element(`button${classes}`, { type: "button", onclick }, ...parts);
 }
 
-// A select of [value, name] pairs. choose(value) is called when the reader takes one.
+// A select of [value, name] pairs. choose(value, select) is called when the reader takes one.
 export function select(label, pairs, chosen, choose, attributes = {}) {
   const options = pairs.map(([value, name]) =>
     element("option", { selected: value === chosen }, name),
   );
-  const onchange = ({ target }) => choose(pairs[target.selectedIndex][0]);
+  const onchange = ({ target }) => choose(pairs[target.selectedIndex][0], target);
   return element("select", { "aria-label": label, onchange, ...attributes }, options);
 }
 
@@ -138,7 +161,7 @@ export function quiet(...parts) {
 }
 
 export function labelled(name, ...controls) {
-  return element("label.tw-group", name, controls);
+  return element("label.tw-group", { data: { of: name } }, name, controls);
 }
 
 // A box for a number. choose(number) is called when the reader has typed one, with null if the box

@@ -165,7 +165,7 @@ export class ActivityMap {
       const classes = here ? ".tw-row.tw-here" : ".tw-row";
       const build = () =>
         element(`${tag}${classes}`, { style, title: `layer ${layer}`, ...about }, shown);
-      return [[layer, height, shown, here].join(), build];
+      return [layer, [height, shown, here].join(), build];
     };
     const label = (layer) => {
       const onclick = () =>
@@ -173,7 +173,7 @@ export class ActivityMap {
       return row("button", layer, layer, { type: "button", tabindex: "-1", onclick });
     };
     const strip = () => element("div.tw-row.tw-strip", "text", help(ABOUT_STRIP));
-    renew(this.labels, [...layers.map(label), ["strip", strip]]);
+    renew(this.labels, [...layers.map(label), ["strip", "", strip]]);
     renew(this.sums, layers.map((layer, n) => row("div", layer, number(this.means[n]))));
   }
 }

@@ -35,12 +35,12 @@ export class NeuronCard {
     this.places = "passage"; // which examples are shown
   }
 
-  // What the card shows as a text, and how it is built.
+  // Name of the card, what it shows as a text, and how it is built.
   part(side, layer, neuron) {
     const { state, cards } = this;
     const traits = [layer, neuron, JSON.stringify(state.get("changes")), state.ramps.dark];
-    const shown = ["neuron", side.number, ...traits, this.places, cards.view.chunks].join();
-    return [shown, () => this.build(side, layer, neuron)];
+    const shown = [...traits, this.places, cards.view.chunks].join();
+    return [`neuron${side.number}`, shown, () => this.build(side, layer, neuron)];
   }
 
   build(side, layer, neuron) {
@@ -49,7 +49,7 @@ export class NeuronCard {
     const choose = (...other) => this.state.chooseNeuron(side, ...other);
     return element(
       "section.tw-card.tw-neuron",
-      { "aria-label": "neuron", data: { of: "neuron" } },
+      { "aria-label": "neuron" },
       this.state.sides.length === 2 && element("div.tw-of", side.about.name),
       this.head(side, layer, neuron),
       alikeness(this.state, layer, neuron),

@@ -126,5 +126,5 @@ export function showLegend(box, scale, own = false, note = "") {
       ),
       note && element("span.tw-overs", note),
     );
-  renew(box, [[[scale.label, background, note, ...ticks].join(), build]]);
+  renew(box, [["legend", [scale.label, background, note, ...ticks].join(), build]]);
 }

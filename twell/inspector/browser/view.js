@@ -229,12 +229,15 @@ export class View {
     this.drawing = null;
     const { state } = this;
     if (this.life.signal.aborted || !state.header) return;
+    // A box that leaves the page while it is drawn takes what was typed in it.
+    if (this.updating) return this.schedule();
+    this.updating = true;
     const focused = this.root.contains(this.active());
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
     const traits = COLOURING.map((trait) => state.get(trait));
     const lacking = state.selected().neuron === null;
-    renew(this.head, [[[this.built, known].join(), () => this.heading()]]);
-    renew(this.bar, [[[this.built, lacking, ...traits].join(), () => bar(state)]]);
+    renew(this.head, [["head", [this.built, known].join(), () => this.heading()]]);
+    renew(this.bar, [["bar", [this.built, lacking, ...traits].join(), () => bar(state)]]);
     for (const part of this.parts) {
       part?.passage.paint();
       part?.map.draw();
@@ -243,6 +246,7 @@ export class View {
     this.browse.show();
     // A card that closed had the focus: keys go on working.
     if (focused && !this.root.contains(this.active())) this.root.focus({ preventScroll: true });
+    this.updating = false;
     this.reveal = false; // the selected token comes into sight when it has changed,
     this.keepPlace = false; // unless it was selected there
   }
