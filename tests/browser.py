@@ -22,7 +22,6 @@ from PIL import Image
 
 from twell import inspector, results
 
-SCREENSHOTS = results.root() / "build" / "screenshots"
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 PASSAGE = (
     "Fellow citizens of the Senate and House of Representatives: I have the honor to report that "
@@ -121,9 +120,7 @@ IN_BROWSER = [
 
 def in_browser(test):
     """Mark one test that needs a browser."""
-    for mark in IN_BROWSER:
-        test = mark(test)
-    return test
+    return IN_BROWSER[0](IN_BROWSER[1](test))
 
 
 @contextlib.contextmanager
@@ -186,40 +183,17 @@ def jupyter_lab(folder: Path, root: Path, theme: str = "JupyterLab Light") -> It
                 server.kill()
 
 
-def keep(page, name):
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=SCREENSHOTS / f"{name}.png", full_page=True)
-
-
 def settle(page):
     page.evaluate("() => new Promise((done) => requestAnimationFrame(() => setTimeout(done)))")
 
 
 def click(page, selector, number=0):
-    """Click as a script does, and return the milliseconds until it is drawn."""
-    return page.evaluate(
-        """async ([selector, number]) => {
-            const node = document.querySelectorAll(selector)[number], start = performance.now();
-            node.click();
-            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-            return performance.now() - start;
-        }""",
+    """Click as a script does, and wait until it is drawn."""
+    page.evaluate(
+        "([selector, number]) => document.querySelectorAll(selector)[number].click()",
         [selector, number],
     )
-
-
-def search(page, words):
-    """Type words as a script does, and return the milliseconds until what they find is drawn."""
-    return page.evaluate(
-        """async (words) => {
-            const box = document.querySelector(".tw-query"), start = performance.now();
-            box.value = words;
-            box.dispatchEvent(new Event("input"));
-            await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-            return performance.now() - start;
-        }""",
-        words,
-    )
+    settle(page)
 
 
 def texts(page, selector):

@@ -1,4 +1,4 @@
-"""The atlas of a model, opened from disk in Chromium: numbers, links, times and sizes."""
+"""The atlas of a model, opened from disk in Chromium: numbers, links and sizes."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.browser import IN_BROWSER, click, search, settle, texts, values
+from tests.browser import IN_BROWSER, click, settle, texts, values
 from twell import inspector, results, trace
 from twell.__main__ import main
 
@@ -17,12 +17,11 @@ SHIPPED = results.root() / "data" / "checkpoints" / "twell-6m"
 @pytest.fixture
 def open_atlas(browser):
     """Open an atlas from disk; a message, an error, or a request but for its files fails."""
-    contexts, wrong = [], []
+    pages, wrong = [], []
 
-    def go(folder, address="", wait=".tw-hit", width=1400, theme="light"):
-        size = {"width": width, "height": 900}
-        contexts.append(browser.new_context(viewport=size, color_scheme=theme))
-        page = contexts[-1].new_page()
+    def go(folder, address="", wait=".tw-hit"):
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        pages.append(page)
         page.files = []
         for event in ("console", "pageerror", "dialog"):
             page.on(event, lambda said, event=event: wrong.append(f"{event}: {said}"))
@@ -32,18 +31,10 @@ def open_atlas(browser):
         return page
 
     yield go
-    for context in contexts:
-        assert all(name[0] == "/" for page in context.pages for name in page.files)
-        context.close()
+    for page in pages:
+        page.close()
+        assert all(name[0] == "/" for name in page.files)
     assert not wrong
-
-
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory):
-    """The atlas of the model that ships."""
-    out = tmp_path_factory.mktemp("atlas") / "twell-6m"
-    inspector.write_atlas(SHIPPED, out)
-    return out
 
 
 def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_path):
@@ -55,8 +46,7 @@ def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_pat
     assert main(command) == 0
     fires, sums, largest = counted.neurons()
     layer, neuron = np.unravel_index(fires.argmax(), fires.shape)
-    address = f"#layer={layer}&neuron={neuron}"
-    page = open_atlas(tmp_path / "atlas", address, wait=".tw-word")
+    page = open_atlas(tmp_path / "atlas", f"#layer={layer}&neuron={neuron}", wait=".tw-word")
     page.wait_for_selector(".tw-example")
     often = fires[layer, neuron]
     expected = 100 * often / counted.num_tokens, sums[layer, neuron] / often, largest[layer, neuron]
@@ -71,48 +61,40 @@ def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_pat
     assert one["tokens"] == counted.num_tokens and len(one["examples"]) <= 13
 
 
-def test_the_shipped_atlas_is_small(open_atlas, shipped):
+def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas, tmp_path):
     """15 MB, 2 MB of them to open."""
-    sizes = {path.name: path.stat().st_size for path in shipped.rglob("*") if path.is_file()}
+    inspector.write_atlas(SHIPPED, tmp_path)
+    sizes = {path.name: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
     assert sum(sizes.values()) < 15e6
-    page = open_atlas(shipped, "#layer=5&neuron=482", wait=".tw-word")
+    page = open_atlas(tmp_path, "#layer=5&neuron=482", wait=".tw-word")
     page.wait_for_selector(".tw-example")
     opened = [name.rpartition("/")[2].partition("#")[0] for name in page.files]
     assert sum(sizes[name] for name in opened) < 2e6, opened
-    # Another layer's chunks come from the disk.
-    page.get_by_label("layer", exact=True).last.select_option("layer 2")
-    settle(page)
-    click(page, "button.tw-hit")
-    page.wait_for_selector(".tw-example")
-    assert "layer-2.js" in [name.rpartition("/")[2] for name in page.files]
 
-
-def test_links_open_what_they_name(open_atlas, shipped):
-    page = open_atlas(shipped)
+    page = open_atlas(tmp_path)
     rows = texts(page, ".tw-overview button.tw-item > b")
     assert rows == [str(layer) for layer in range(6)] and page.locator(".tw-neuron").count() == 0
     click(page, ".tw-overview button.tw-item", 3)
     assert all(name.startswith("3 ") for name in texts(page, "button.tw-hit b"))
     page.evaluate("location.hash = '#layer=3&neuron=49'")
     page.wait_for_selector(".tw-example")
-    assert page.input_value("input[aria-label=neuron]") == "49"
+    picked = page.locator("input[aria-label=neuron]")
+    assert picked.input_value() == "49"
     click(page, ".tw-kin .tw-chip")
-    other = page.input_value("input[aria-label=neuron]")
+    other = picked.input_value()
     assert page.evaluate("location.hash") == f"#layer=3&neuron={other}" != "#layer=3&neuron=49"
     page.go_back()
     settle(page)
-    assert page.input_value("input[aria-label=neuron]") == "49"
+    assert picked.input_value() == "49"
     # So is a search.
-    search(page, "of the")
-    expected = texts(page, "button.tw-hit")
-    again = open_atlas(shipped, page.evaluate("location.hash"))
+    page.get_by_label("words to find").fill("of the")
+    settle(page)
+    again = open_atlas(tmp_path, page.evaluate("location.hash"))
     again.locator("[role=status]", has_text="of 4,224").wait_for()
-    settle(again)
-    assert texts(again, "button.tw-hit") == expected
+    assert texts(again, "button.tw-hit") == texts(page, "button.tw-hit")
     for nonsense in ("#layer=6&neuron=0", "#layer=x&neuron=704", "#"):
         page.evaluate("(address) => (location.hash = address)", nonsense)
-        settle(page)
-        assert page.locator(".tw-neuron").count() == 0
+        picked.wait_for(state="detached")
 
 
 def test_an_aggregate_alone_has_an_atlas_without_words(open_atlas, tmp_path):

@@ -30,7 +30,7 @@ def test_a_catalog_has_what_the_aggregate_says(model, pair):
     words = [about["strings"][n] for n in text["text"]]
     at = text["at"].reshape(2, 96, -1) - 1
     peaks = overview["peaks"].reshape(2, 96, -1)
-    for layer, neuron in [(0, 0), (1, 95), (1, 3), *((0, n) for n in range(8))]:
+    for layer, neuron in [(1, 95), (1, 3), *((0, n) for n in range(8))]:
         own = chunks[f"layer-{layer}"][1]
         bins = counted.value_histogram[layer, neuron]
         assert own["histogram"].reshape(96, -1)[neuron].tolist() == bins.tolist()
@@ -65,32 +65,28 @@ def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
     )
     for layer in range(2):
         header, arrays = unpack(catalog.chunk(f"words-{layer}"))
-        ffn = network.ffns[layer]
+        ffn, own = network.ffns[layer], slice(96 * layer, 96 * layer + 96)
         change = (unembedding @ ffn.down_proj.weight.double()).detach().numpy()
         change -= change.mean(0)
         words = arrays["word"].reshape(96, 2, 10)
         changes = arrays["change"].reshape(96, 2, 10)
-        for neuron in range(96):
-            for half, sign in enumerate((1, -1)):
-                expected = np.sort(sign * change[:, neuron])[::-1][:10]
-                np.testing.assert_allclose(sign * changes[neuron, half], expected, 2e-3, 1e-6)
-                first = int((sign * change[:, neuron]).argmax())
-                assert header["strings"][words[neuron, half, 0]] == strings[first]
-        rows = {
-            "gate": ffn.gate_proj.weight,
-            "up": ffn.up_proj.weight,
-            "down": ffn.down_proj.weight.T,
+        for half, sign in enumerate((1, -1)):
+            expected = np.sort(sign * change.T)[:, ::-1][:, :10]
+            np.testing.assert_allclose(sign * changes[:, half], expected, 2e-3, 1e-6)
+            first = (sign * change).argmax(0)
+            shown = [header["strings"][word] for word in words[:, half, 0]]
+            assert shown == [strings[word] for word in first]
+        up = ffn.up_proj.weight.detach().double().numpy()
+        kin = {
+            "gate": (gates[own], gates[own], 96 * layer, 0),
+            "up": (up, up, 96 * layer, 0),
+            "down": (outputs[own], outputs, 0, 96 * layer),
+            "read": (outputs[:96], gates[96:], 96, None),
+            "written": (gates[96:], outputs[:96], 0, None),
         }
-        rows = {name: matrix.detach().double().numpy() for name, matrix in rows.items()}
-        for name in ("gate", "up"):
-            kin_are_the_nearest(arrays, name, rows[name], rows[name], 96 * layer, 0)
-        kin_are_the_nearest(arrays, "down", rows["down"], outputs, 0, 96 * layer)
-        if layer == 0:
-            assert header["like"] == ["gate", "up", "down", "read"]
-            kin_are_the_nearest(arrays, "read", outputs[:96], gates[96:], 96)
-        else:
-            assert header["like"] == ["gate", "up", "down", "written"]
-            kin_are_the_nearest(arrays, "written", gates[96:], outputs[:96], 0)
+        assert header["like"] == ["gate", "up", "down", ["read", "written"][layer]]
+        for name in header["like"]:
+            kin_are_the_nearest(arrays, name, *kin[name])
     # Of a model with more neurons only those of the layer are compared.
     monkeypatch.setattr("twell.inspector.catalog.ACROSS", 191)
     catalog = inspector.Catalog(inspector.sides(pair, "ba de fun")[0])
@@ -99,7 +95,7 @@ def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
     kin_are_the_nearest(arrays, "down", outputs[96:], outputs[96:], 96, 0)
 
 
-def kin_are_the_nearest(arrays, name, rows, others, first, own=None):
+def kin_are_the_nearest(arrays, name, rows, others, first, own):
     """first: number of the first of the others; own: where the rows stand among them."""
     lengths = [np.linalg.norm(matrix, axis=1) for matrix in (rows, others)]
     cosine = rows @ others.T / np.outer(*lengths)

@@ -147,5 +147,4 @@ def test_what_cannot_be_compared_says_why(open_page):
     assert page.get_by_label("right: difference to left").count() == 0
     page.locator(".tw-t").nth(7).click()
     page.locator(".tw-chip").first.click()
-    page.locator(".tw-neuron").wait_for()  # the card comes a frame later
     assert page.locator(".tw-neuron").count() == 1

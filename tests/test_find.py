@@ -10,14 +10,19 @@ from twell import inspector, trace
 from twell.inspector import Side
 
 pytestmark = IN_BROWSER
+LAYERS, NEURONS = 3, 100
 
 
-def examples(counted, layer, neuron):
-    """The places of a neuron, as numbers of tokens, and the tokens around each."""
-    for at in (*counted.top_at[layer, neuron], *counted.quantile_at[layer, neuron]):
-        if at >= 0:
-            _, _, ids, here = counted.context(at)
-            yield ids, here
+def open_random(open_page):
+    """A page of a random trace with the search open; what each neuron has in its aggregate."""
+    passage, mask = make_trace(SEED, 200, LAYERS, NEURONS)
+    counted = aggregate_of(passage)
+    page = open_page([Side("random", passage, counted)])
+    page.locator("summary").click()
+    page.locator(".tw-browse [role=status]", has_text="of 300 neurons").wait_for()
+    fires = mask.sum(1)
+    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)  # as in the browser
+    return page, counted, fires, strength
 
 
 def hits(page):
@@ -34,19 +39,18 @@ def picked(page):
 
 
 def test_neurons_are_found_by_their_examples(open_page):
-    passage, mask = make_trace(SEED, num_tokens=200)
-    counted = aggregate_of(passage)
-    page = open_page([Side("random", passage, counted)])
-    page.locator("summary").click()
-    fires = mask.sum(1)
+    page, counted, fires, strength = open_random(open_page)
 
     def found(number):
-        page.locator(".tw-browse [role=status]", has_text=f"{number} of 900 neurons").wait_for()
+        page.locator(".tw-browse [role=status]", has_text=f"{number} of 300 neurons").wait_for()
         return hits(page)
 
+    def places(layer, neuron):
+        """The tokens around each example, and which of them is the example."""
+        every = (*counted.top_at[layer, neuron], *counted.quantile_at[layer, neuron])
+        return [counted.context(at)[2:] for at in every if at >= 0]
+
     alive = [tuple(one) for one in np.argwhere(fires > 0).tolist()]
-    strength = counted.abs_sum / np.maximum(fires, 1)
-    strength = inspector.leading(strength, 3)  # as in the browser
     assert found(len(alive)) == sorted(alive, key=lambda one: (-strength[one], one))
     query = page.get_by_label("words to find")
     for mode, inside in [
@@ -55,17 +59,17 @@ def test_neurons_are_found_by_their_examples(open_page):
     ]:
         page.get_by_label("where").select_option(mode)
         query.fill("5")
-        counts = {one: sum(inside(*place) for place in examples(counted, *one)) for one in alive}
+        counts = {one: sum(inside(*place) for place in places(*one)) for one in alive}
         matching = [one for one, count in counts.items() if count]
         order = sorted(matching, key=lambda one: (-counts[one], -strength[one], one))
         assert found(len(matching)) == order
     page.get_by_label("layer", exact=True).select_option("layer 1")
     page.get_by_label("sort", exact=True).select_option("fires")
-    in_layer = found(sum(one[0] == 1 for one in order))
-    assert {one[0] for one in in_layer} == {1}
-    assert [int(fires[one]) for one in in_layer] == sorted(fires[tuple(np.transpose(in_layer))])[
-        ::-1
-    ]
+    in_layer = [one for one in order if one[0] == 1]
+    shown = found(len(in_layer))
+    assert sorted(shown) == sorted(in_layer)
+    rates = [fires[one] for one in shown]
+    assert rates == sorted(rates, reverse=True)
     query.fill("")
     page.get_by_label("layer", exact=True).select_option("all layers")
     page.get_by_label("state").select_option("dead")
@@ -78,14 +82,8 @@ def test_neurons_are_found_by_their_examples(open_page):
 
 
 def test_neurons_are_brushed(open_page):
-    passage, mask = make_trace(SEED, num_tokens=200)
-    counted = aggregate_of(passage)
-    page = open_page([Side("random", passage, counted)])
-    page.locator("summary").click()
-    status = page.locator(".tw-browse [role=status]")
-    status.locator("text=of 900 neurons").wait_for()
-    fires, rate = mask.sum(1), mask.mean(1)
-    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)
+    page, _, fires, strength = open_random(open_page)
+    rate = fires / 200
 
     def fraction(values, value):
         """The place of a value on a logarithmic axis that holds the values."""
@@ -105,8 +103,8 @@ def test_neurons_are_brushed(open_page):
     inside = (rate >= left) & (rate <= right) & (strength >= low) & (strength <= high)
     expected = {tuple(one) for one in np.argwhere(inside).tolist()}
     assert set(hits(page)) == expected and len(expected) > 3
-    status.get_by_text("clear brush").click()
-    status.locator(f"text={(fires > 0).sum()} of").wait_for()
+    page.get_by_text("clear brush").click()
+    page.locator(f"text={(fires > 0).sum()} of").wait_for()
     # A click takes the nearest point.
     strongest = np.unravel_index(strength.argmax(), strength.shape)
     x, y = place(rate[strongest], strength[strongest])
@@ -130,19 +128,20 @@ def shaded(page, number):
 
 
 def test_cards_shade_every_token_and_lead_on(open_page):
-    passage, mask = make_trace(SEED, num_tokens=200)
+    passage, mask = make_trace(SEED, 200, LAYERS, NEURONS)
     passage.strings = [f" {word}" for word in passage.token_ids]
     counted = aggregate_of(passage)
     counted.strings = [f" {word}" for word in counted.token_ids]
-    layer, neuron = np.unravel_index(mask.sum(1).argmax(), (3, 300))
+    layer, neuron = np.unravel_index(mask.sum(1).argmax(), (LAYERS, NEURONS))
     view = {"layer": int(layer), "neuron": int(neuron), "colour": "neuron"}
     side = Side("random", passage, counted)
-    page = open_page([side], view, wait="[aria-label=examples] option + option")
+    wait = "[aria-label=examples] option + option"
+    page = open_page([side], view, wait=wait)
     h = passage.layer(layer).toarray()[:, neuron]
-    for kind, places in (
+    for kind, places in [
         ("strongest of all", counted.top_at),
         ("quantiles", counted.quantile_at),
-    ):
+    ]:
         page.get_by_label("examples").select_option(kind)
         settle(page)
         for number, at in enumerate(places[layer, neuron]):
@@ -159,13 +158,21 @@ def test_cards_shade_every_token_and_lead_on(open_page):
     click(page, "[data-kin=together] .tw-chip")
     assert picked(page) == (layer, int(chips[0]))
     # Statistics of an older version keep h at the place alone.
-    counted.near = np.zeros((3, 300, 0, 0), np.int8)
-    counted.together = np.zeros((3, 300, 0), np.float32)
-    counted.together_at = np.full((3, 300, 0), -1)
-    page = open_page([side], view, wait="[aria-label=examples] option + option")
+    counted.near = np.zeros((LAYERS, NEURONS, 0, 0), np.int8)
+    counted.together = np.zeros((LAYERS, NEURONS, 0), np.float32)
+    counted.together_at = np.full((LAYERS, NEURONS, 0), -1)
+    page = open_page([side], view, wait=wait)
     page.get_by_label("examples").select_option("strongest of all")
     settle(page)
     assert sum(map(abs, shaded(page, 0))) == 1 and page.locator(".tw-kin").count() == 0
+
+
+def find_note(page, words):
+    page.locator("summary").click()
+    page.get_by_label("state").select_option("all")
+    page.get_by_label("where").select_option("note")
+    page.get_by_label("words to find").fill(words)
+    page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
 
 
 def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
@@ -176,11 +183,7 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     side = Side("tiny", passage, counted, model, tokenizer, notes_file=tmp_path / "notes.txt")
     page = open_page([side], {"layer": 1, "neuron": 7}, wait=".tw-word")
     assert texts(page, ".tw-noted") == ["ends of words"]
-    page.locator("summary").click()
-    page.get_by_label("state").select_option("all")
-    page.get_by_label("where").select_option("note")
-    page.get_by_label("words to find").fill("Words")
-    page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
+    find_note(page, "Words")
     assert hits(page) == [(1, 7)]
     # Neighbours in later and earlier layers lead on.
     click(page, "[data-kin=written] .tw-chip")
@@ -191,10 +194,10 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     # By a word that it promotes, and one that it suppresses.
     words = np.array(texts(page, ".tw-both-words .tw-pill")).reshape(2, -1).tolist()
     for where, own in zip(("promotes", "suppresses"), words, strict=True):
-        word = next(word for word in own if word.strip() and word.isprintable())
         page.get_by_label("where").select_option(where)
+        word = next(word for word in own if word.strip() and word.isprintable())
         page.get_by_label("words to find").fill(word)
-        settle(page)
+        page.locator("button.tw-hit", has_text="1 \u00b7 7").first.wait_for()
         assert (1, 7) in hits(page)
 
 
@@ -208,11 +211,7 @@ def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run
     page.locator("[aria-label=examples] option").nth(1).wait_for(state="attached")
     page.locator(".tw-noting").fill("ends of words")
     page.keyboard.press("Tab")
-    page.locator("summary").click()
-    page.get_by_label("state").select_option("all")
-    page.get_by_label("where").select_option("note")
-    page.get_by_label("words to find").fill("ends")
-    page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
+    find_note(page, "ends")
     assert (tiny_run / "notes.txt").read_text() == "1:5 ends of words\n"
     # What is known of the neurons stays when there is another text, or none.
     for text in ("de", ""):

@@ -76,7 +76,6 @@ def test_what_does_not_fit_together_is_refused(pair):
         ((pair, "ba"), {"start": 3}, "start and model"),
         ((pair, ("a", "b", "c")), {}, "two texts, or one and compare="),
         ((pair, ("a", "b")), {"compare": pair}, "two texts, or one and compare="),
-        ((pair, "a"), {"compare_aggregate": other}, "compare_aggregate"),
         (((pair[0], None), "a"), {}, "tokenizer"),
         ((passage, ("a", "")), {}, "the text is empty"),
         ((passage, (None, "a")), {}, "two texts need a model"),
@@ -118,18 +117,14 @@ def test_typed_text_is_run(model, pair):
     assert "texts is empty" in widget.error and not widget.busy
     widget.texts = ["ba " * 5000]
     assert widget.trace.num_tokens == inspector.MAX_TOKENS < widget.sides[0].of[1]
-
-
-def test_a_trace_runs_no_text_without_its_model(pair):
-    widget = twell.inspect(make_trace(SEED)[0])
-    before = widget.data
-    widget.texts = ["ba"]
-    assert widget.data == before and "no model" in widget.error
+    # A trace runs a text by its model alone.
     traced = trace.trace_text(*pair, "ba de fun")
-    widget = twell.inspect(traced, model=pair)
-    assert widget.trace.strings == traced.strings
-    widget.texts = ["de"]
-    assert widget.trace.strings == trace.trace_text(*pair, "de").strings
+    for view, strings, error in [
+        (twell.inspect(traced), traced.strings, "no model"),
+        (twell.inspect(traced, model=pair), expected.strings, ""),
+    ]:
+        view.texts = ["de"]
+        assert view.trace.strings == strings and error in view.error
 
 
 def test_two_models_and_two_texts(model, pair):
@@ -251,15 +246,11 @@ def test_a_figure_has_the_values_of_the_view(colour, scale):
     tiles = np.stack([mask[1:3, :, at : at + 256].sum(-1) for at in (0, 256)])
     assert np.array_equal(drawn["over"], (tiles > 15).any(0) & ~first)
     assert isinstance(widget.figure(), Figure)
-
-
-def test_a_figure_of_a_long_passage_is_around_the_token():
-    widget = twell.inspect(make_trace(SEED, num_tokens=400)[0])
-    for token, start in ((None, 0), (200, 72), (399, 144)):
+    # Of a longer passage the part around the selected token is drawn.
+    for token, start in ((None, 0), (20, 10), (39, 20)):
         widget.token = token
-        drawn = inspector.drawn(widget.sides, widget.view)
-        assert drawn["counts"].columns.tolist() == list(range(start, start + 256))
-        assert drawn["passage"].index.tolist() == list(range(start, start + 256))
+        part = inspector.drawn(widget.sides, widget.view, tokens=20)
+        assert [*part["passage"].index] == [*part["counts"]] == [*range(start, start + 20)]
 
 
 # --- pages

@@ -36,11 +36,12 @@ def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     start = 4 + int.from_bytes(raw[:4], "little")
     header = json.loads(raw[4:start])
     arrays = {}
-    for name, dtype, length in header["arrays"]:
-        size = np.dtype(dtype).itemsize
-        planes = np.frombuffer(raw, np.uint8, length * size, start).reshape(size, length)
-        arrays[name] = np.frombuffer(planes.T.tobytes(), dtype).copy()
-        start += length * size
+    for name, dtype, length, planes in header["arrays"]:
+        entries = np.zeros((length, np.dtype(dtype).itemsize), np.uint8)
+        for plane in planes:
+            entries[:, plane] = np.frombuffer(raw, np.uint8, length, start)
+            start += length
+        arrays[name] = np.frombuffer(entries.tobytes(), dtype).copy()
     return header, arrays
 
 

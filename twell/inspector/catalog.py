@@ -80,7 +80,7 @@ class Catalog:
             "near": aggregate.near.shape[-1] > 0,
             "together": aggregate.together.shape[-1],
             "strings": aggregate.strings,
-            "source": {k: aggregate.meta.get(k) for k in ("run", "date", "command")},
+            "run": aggregate.meta.get("run"),
         }
         return header, {
             "fires": fires.astype(np.uint32),
@@ -130,11 +130,9 @@ class Catalog:
     def _kin(self, layer: int, rows: dict[str, Tensor]) -> dict[str, tuple]:
         """Return the LIKE neurons most like each of a layer, and their cosines, by kind.
 
-        Neurons are layer * N + number, [N, LIKE]. gate, up: of the layer, by rows of a projection.
-        Of all layers: down, which write the same; read, of later layers, which read what the neuron
-        writes; written, of earlier layers, which write what it reads. Neurons write rows of the
-        down projection into the residual stream and read it by rows of the gate projection; the
-        norm between is left out. For more neurons than ACROSS only down, of the layer.
+        Neurons are layer * N + number, [N, LIKE]. Kinds: gate and up, of the layer; down, of all
+        layers, which write the same; read, of later layers, which read what the neuron writes;
+        written, of earlier layers, which write what it reads (without the norm between).
         """
         first, number = layer * self.shape[1], self.shape[0] * self.shape[1]
         kin = {name: _like(_unit(row), _unit(row), 0, first) for name, row in rows.items()}
@@ -157,10 +155,7 @@ class Catalog:
         return torch.cat(inputs), torch.cat([_unit(rows["down"]) for rows in layers])
 
     def _promoted(self, norm: nn.Module, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Return the words that directions [N, K] raise most, then those they lower most.
-
-        Their ids and the changes of their logits, [N, 2 * WORDS].
-        """
+        """Return the words whose logits each direction raises and lowers most; the changes."""
         unembedding = self.side.model.get_output_embeddings().weight
         ids, values = [], []
         for part in directions.split(BATCH):
@@ -193,10 +188,9 @@ def _unit(rows: Tensor) -> Tensor:
 def _like(
     rows: Tensor, others: Tensor, own: int | None = None, first: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return of unit rows [N, K] the LIKE others [M, K] with the largest |cosine|, and the cosine.
+    """Return of unit rows the LIKE others with the largest |cosine|, from `first`, and the cosine.
 
-    own: where the rows stand among the others, since none is like itself; first: number of the
-    first of the others.
+    own: where the rows stand among the others, since none is like itself.
     """
     at, cosines = [], []
     for start in range(0, len(rows), BATCH):
@@ -226,10 +220,7 @@ def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
 
 
 def _peaks(aggregate: trace.Aggregate) -> np.ndarray:
-    """Return the first PEAKS different tokens of each neuron's strongest places, from 1; 0: none.
-
-    They are indices of the aggregate's tokens, [L, N, PEAKS].
-    """
+    """Return the first PEAKS different tokens of each neuron's places, from 1; 0: none."""
     inside = np.searchsorted(aggregate.text_at, aggregate.top_at).clip(0, None)
     token = np.searchsorted(aggregate.token_ids, np.append(aggregate.text, 0)[inside]) + 1
     token = np.where(aggregate.top_at >= 0, token, 0).reshape(-1, aggregate.top_at.shape[-1])

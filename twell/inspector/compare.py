@@ -17,12 +17,10 @@ MOST = 20  # neurons that changed most
 
 
 def compared(shown: Sequence[Side]) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the header's entries about two sides, and arrays.
+    """Return the header's entries about two sides, and the arrays of `alike`.
 
     aligned: the tokens are the same, one by one; same: one model object; paired: a neuron of one
-    side is the neuron with its number on the other; changed: the neurons that changed most, see
-    `changed`; reasons: sentences about what is not compared. Arrays of two models with layers of
-    equal sizes: alike_in and alike_out, see `alike`. Of one side nothing is compared.
+    side is the neuron with its number on the other; reasons: sentences about what is not compared.
     """
     if len(shown) < 2:
         return {"aligned": False, "same": False, "paired": False, "reasons": []}, {}
@@ -35,10 +33,7 @@ def compared(shown: Sequence[Side]) -> tuple[dict, dict[str, np.ndarray]]:
     paired = left.shape == right.shape
     if not paired:
         sizes = " and ".join("{} layers of {}".format(*side.shape) for side in shown)
-        reasons.append(
-            f"The models have {sizes} neurons: the number of a neuron at the left means no neuron "
-            "at the right."
-        )
+        reasons.append(f"The models have {sizes} neurons, so neurons are not compared.")
     elif not same and None not in (left.model, right.model):
         arrays = alike(left.model, right.model)
         if arrays and (middle := np.median(arrays["alike_in"])) < ALIKE:
@@ -58,12 +53,8 @@ def changed(left: Trace, right: Trace) -> list[tuple[int, int, float]]:
     First tokens of sequences do not count.
     """
     later = np.flatnonzero(left.position > 0)
-    sums = np.stack(
-        [
-            np.asarray(abs(right.layer(n) - left.layer(n))[later].sum(0)).reshape(-1)
-            for n in range(left.num_layers)
-        ]
-    )
+    layers = range(left.num_layers)
+    sums = np.stack([abs(right.layer(n) - left.layer(n))[later].sum(0) for n in layers])
     order = np.argsort(-sums, axis=None, kind="stable")[:MOST]
     means = sums.reshape(-1)[order] / max(len(later), 1)
     places = zip(*np.unravel_index(order, sums.shape), means, strict=True)
@@ -72,10 +63,7 @@ def changed(left: Trace, right: Trace) -> list[tuple[int, int, float]]:
 
 @torch.no_grad()
 def alike(left: PreTrainedModel, right: PreTrainedModel) -> dict[str, np.ndarray]:
-    """Return the cosines of each neuron's input and output weights in two models, [L * N].
-
-    Nothing for models of other widths, or with layers whose weights are not plain.
-    """
+    """Return the cosines of each neuron's input and output weights in two models, [L * N]."""
     pairs = list(zip(sparse_ffns(left), sparse_ffns(right), strict=True))
     same_width = left.config.hidden_size == right.config.hidden_size
     if not same_width or not all(ffn.readable for pair in pairs for ffn in pair):

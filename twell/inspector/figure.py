@@ -14,7 +14,7 @@ from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 # Colours of the inspector, light and dark: counts and surprise from the background to strong,
 # signed values from blue through the background to orange. Steps of lightness are read without
@@ -146,31 +146,21 @@ def fig_inspector(
     shades = [white if np.isnan(value) else colours(norm(value)) for value in passage["value"]]
     write_tokens(text, places, lines, shades, columns)
     text_scale(above, text, norm, colours, "top", label)
-    image = _heat(heat, counts, over)
-    bar = below.colorbar(image, ax=heat, pad=0.01, aspect=12)
-    bar.set_label("active\nneurons")
-    plain(bar.ax.yaxis)
-    bar.outline.set_visible(False)
+    _heat(heat, counts, over)
     return figure
 
 
-def _heat(ax: Axes, counts: pd.DataFrame, over: pd.DataFrame):
-    """Draw active neurons by layer and token, overflows marked; return the image."""
-    shown = counts.to_numpy(np.float64)
-    most = max(float(np.nanmax(shown, initial=1)), 2)
-    shown = np.where(shown == 0, 0.5, shown)  # below the scale
-    cells = LinearSegmentedColormap.from_list("twell", PALETTES["light"]["sequential"])
-    cells = cells.with_extremes(bad="0.85", under="white")
-    left = counts.columns[0] - 0.5
-    extent = (left, left + len(counts.columns), len(counts) - 0.5, -0.5)
-    look = {"aspect": "auto", "interpolation": "nearest", "extent": extent}
-    image = ax.imshow(shown, cells, LogNorm(1, most), **look)
+def _heat(ax: Axes, counts: pd.DataFrame, over: pd.DataFrame) -> None:
+    """Draw active neurons by layer and token, overflows marked."""
+    colours = inspector_colours().with_extremes(bad="0.85", under="white")
+    norm = LogNorm(1, max(np.nanmax(counts, initial=1), 2))
+    scale = {"label": "active\nneurons", "pad": 0.01, "aspect": 12}
+    few = {f"{axis}ticklabels": max(1, n // 8) for axis, n in zip("yx", counts.shape, strict=True)}
+    below = counts.replace(0, 0.5)
+    sns.heatmap(below, ax=ax, cmap=colours, norm=norm, cbar_kws=scale, **few)
+    plain(ax.collections[0].colorbar.ax.yaxis)
     for row, column in np.argwhere(over.to_numpy()):
-        ax.add_patch(Rectangle((left + column, row - 0.5), 1, 0.2, facecolor=RED, linewidth=0))
+        ax.add_patch(Rectangle((column, row), 1, 0.2, facecolor=RED, linewidth=0))
     marked = " (red: a tile of TwELL overflows)" if over.to_numpy().any() else ""
     ax.set(xlabel=f"token{marked}", ylabel="layer")
-    ax.xaxis.set_major_locator(MaxNLocator(10, integer=True))
-    every = max(1, -(-len(counts) // 8))
-    ax.set_yticks(range(0, len(counts), every), counts.index[::every])
-    ax.grid(False)
-    return image
+    ax.tick_params(rotation=0)

@@ -26,7 +26,7 @@ PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, o
 def leading(values: np.ndarray, number: int) -> np.ndarray:
     """Round float32 values to their leading bytes (nearest, ties to even). NaN stays NaN.
 
-    Two bytes are bfloat16. The other bytes are 0, which compress to nothing.
+    Two bytes are bfloat16. The other bytes are 0, which `block` leaves out.
     """
     values = np.asarray(values, np.float32)
     whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
@@ -44,24 +44,24 @@ def block(header: dict, arrays: dict[str, np.ndarray], level: int) -> bytes:
     """Return a header and arrays, compressed (zlib).
 
     Inside: the length of the header as JSON (uint32), the header, and the arrays one after the
-    other; header["arrays"] lists (name, dtype, entries). An array's first bytes of all entries come
-    first (little endian), then all second ones: so they compress better.
+    other. header["arrays"] lists (name, dtype, entries, planes). A plane has one byte of all
+    entries (0: the lowest): so they compress better. Planes of zeros are left out.
     """
-    about = [(name, array.dtype.str.lstrip("<|"), array.size) for name, array in arrays.items()]
-    text = json.dumps(header | {"arrays": about}).encode()
-    parts = [len(text).to_bytes(4, "little"), text]
-    for array in arrays.values():
+    listed, parts = [], []
+    for name, array in arrays.items():
         entries = np.frombuffer(array.tobytes(), np.uint8).reshape(-1, array.itemsize)
-        parts.append(entries.T.tobytes())
-    return zlib.compress(b"".join(parts), level)
+        planes = np.flatnonzero(entries.any(axis=0)).tolist()
+        listed.append((name, array.dtype.str.lstrip("<|"), array.size, planes))
+        parts += [entries[:, plane].tobytes() for plane in planes]
+    text = json.dumps(header | {"arrays": listed}).encode()
+    return zlib.compress(b"".join([len(text).to_bytes(4, "little"), text, *parts]), level)
 
 
 def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 6) -> bytes:
-    """Return sides as the browser reads them, as a `block`.
+    """Return sides as a `block` for the browser; names of the arrays of side i begin with "i.".
 
-    Arrays of side i begin with "i."; see `_arrays`. max_entries: active neurons of all tokens and
-    sides that are kept; where there are more, each token and layer keeps its
-    header["sides"][i]["strongest"] strongest.
+    max_entries: active neurons of all sides that are kept; where there are more, each token and
+    layer keeps its header["sides"][i]["strongest"] strongest.
     """
     strongest = _strongest([side.trace for side in shown], max_entries)
     precise = strongest is None and sum(len(side.trace.values) for side in shown) <= PRECISE_ENTRIES
@@ -96,13 +96,9 @@ def _strongest(traces: Sequence[Trace], max_entries: int) -> int | None:
 def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.ndarray]:
     """Return the arrays of one side, rows (layer, token) in the order of the trace.
 
-    token: index of the header's strings and ids; starts: the first token of each sequence, and the
-    end; position; logprob; of each row the counts of active neurons, the largest count in a tile,
-    and total, the sum of |h|. Of the kept entries gap, the distance to the neuron before in the
-    row, and value. Floats are leading bytes: two (bf16), or three for values that are `precise`.
-    fires [L * N], only where entries are missing: the tokens that activate each neuron. rate
-    [L * N], only with an aggregate: the fraction of its tokens that do. expected and probability,
-    only where a model ran: the likeliest tokens after each, indices of the header's words.
+    token: index of the header's strings; starts: the first token of each sequence, and the end;
+    total: the sum of |h| in a row; gap: from the neuron before in the row. fires (where entries are
+    missing) and rate (of the aggregate) are of each neuron. expected: indices of header words.
     """
     passage = side.trace
     counts = np.diff(passage.indptr)
@@ -118,14 +114,14 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
     starts = np.flatnonzero(np.diff(passage.sequence, prepend=-1))
     total = np.bincount(rows, weights=np.abs(passage.values), minlength=len(counts))
     arrays = {
-        "token": np.unique(passage.token_ids, return_inverse=True)[1].astype(np.uint32),
+        "token": least(np.unique(passage.token_ids, return_inverse=True)[1]),
         "starts": np.append(starts, passage.num_tokens).astype(np.uint32),
         "position": passage.position.astype(np.uint32),
         "logprob": passage.logprob.astype(np.float32),
         "counts": least(counts),
         "tile_max": fullest_tile(passage).reshape(-1).astype(np.uint16),
         "total": leading(total, 2),
-        "gap": gap.astype(np.uint32),
+        "gap": least(gap),
         "value": leading(passage.values[kept], 3 if precise else 2),
     }
     if strongest is not None:

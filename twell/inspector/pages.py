@@ -52,9 +52,9 @@ def style() -> str:
 def page(shown: Sequence[Side], view: dict | None = None) -> str:
     """Return one HTML file that shows these sides without a server, of at most PAGE_BYTES.
 
-    It holds as many chunks of each model's neurons (see catalog.py) as there is room for. Where the
-    passage alone would be larger, fewer of its weaker entries are kept, and the page says how many.
-    view: where to begin (VIEW). Raises ValueError for a passage whose counts alone do not fit.
+    It holds the chunks of each model's neurons (catalog.py) that fit. Where the passage alone is
+    larger, its weaker entries are left out. view: where to begin (VIEW). Raises ValueError for a
+    passage whose counts alone do not fit.
     """
     names = dict.fromkeys(side.name for side in shown)
     title = " and ".join(names) + ": active neurons"

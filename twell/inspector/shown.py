@@ -73,13 +73,12 @@ def presets(side: Side) -> list[dict]:
 
 
 def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
-    """Return the active neurons that match the selection, one a row.
+    """Return the active neurons that match the selection, by token, layer and falling |h|.
 
     A token, layer or neuron that is not selected restricts nothing; without a layer, `layers` are
-    taken. Columns: model (the side's name); token, its number in the passage; text; sequence,
-    position; layer, neuron; value (h, signed); share, |value| over the sum of all in this token and
-    layer; with an aggregate rate, the fraction of its tokens that activate the neuron. By token,
-    layer and falling |value|.
+    taken. Columns: model (the side's name), token, text, sequence, position, layer, neuron; value
+    (h), share (of the sum of |h| in token and layer) and rate (with an aggregate: the share of its
+    tokens that fire).
     """
     side = shown[view["side"]]
     passage = side.trace
@@ -126,10 +125,9 @@ def fullest_tile(passage: Trace) -> np.ndarray:
 
 
 def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
-    """Return the arguments of `fig_inspector` for a view.
+    """Return the arguments of `fig_inspector` for a view, of at most so many tokens.
 
-    tokens: at most so many are drawn, the selected one among them; scales are of the whole passage,
-    as in the browser. Raises ValueError for a passage without tokens.
+    Scales are of the whole passage. Raises ValueError for a passage without tokens.
     """
     passage = shown[view["side"]].trace
     if not passage.num_tokens:

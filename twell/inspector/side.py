@@ -89,10 +89,7 @@ class Side:
         return dataclasses.replace(run, of=(0, len(ids)))
 
     def changed(self, changes: Sequence[dict]) -> Side:
-        """Return the side with its tokens run again while neurons are changed, see `changing`.
-
-        Raises ValueError without a model, and for a passage that begins inside a sequence.
-        """
+        """Return the side with its tokens run again while neurons are changed, see `changing`."""
         self.check_runs()
         run = self._run(self._sequences(), changes)
         return dataclasses.replace(run, name=f"{self.name}, changed", changes=list(changes))
@@ -141,19 +138,12 @@ class Side:
 
 @contextlib.contextmanager
 def changing(model: PreTrainedModel, changes: Sequence[dict]) -> Iterator[None]:
-    """Change neurons inside a `with` block.
-
-    changes: dicts with layer, neuron, and scale or value, as of `twell.intervene`. Raises what it
-    raises, and ValueError for other entries.
-    """
+    """Change neurons inside a `with` block, each as `twell.intervene` does."""
     with contextlib.ExitStack() as stack:
         for change in changes:
             how = {name: value for name, value in change.items() if name in ("scale", "value")}
             if set(change) - set(how) != {"layer", "neuron"}:
-                raise ValueError(
-                    f"a change is {change}; it has layer, neuron, and scale or value, as in "
-                    "{'layer': 3, 'neuron': 17, 'scale': 0}"
-                )
+                raise ValueError(f"a change is {change}; it has layer, neuron, and scale or value")
             stack.enter_context(intervene(model, change["layer"], change["neuron"], **how))
         yield
 
@@ -164,7 +154,6 @@ def sides(
     *,
     compare: Source | None = None,
     aggregate: Aggregate | str | Path | None = None,
-    compare_aggregate: Aggregate | str | Path | None = None,
     model: Source | None = None,
     start: int = 0,
 ) -> list[Side]:
@@ -174,11 +163,9 @@ def sides(
         raise ValueError("the text is empty; give at least one character, or no text to type one")
     if len(texts) + (compare is not None) > 2:
         raise ValueError("two sides can be compared: give two texts, or one and compare=")
-    if compare is None and compare_aggregate is not None:
-        raise ValueError("compare_aggregate belongs to compare=, which is not given")
     first = _side(what, texts[0], aggregate, model, start)
     if compare is not None:
-        return [first, _side(compare, texts[0], compare_aggregate, start=start)]
+        return [first, _side(compare, texts[0], start=start)]
     if len(texts) == 1:
         return [first]
     if first.model is None:
@@ -189,13 +176,11 @@ def sides(
     return both
 
 
-def _side(what, text, aggregate, model=None, start=0) -> Side:
+def _side(what, text, aggregate=None, model=None, start=0) -> Side:
     """Return a side of a model and a text, or of a trace and the model that it came from."""
     if not (isinstance(what, Trace) or str(what).endswith(".npz")):
         if start or model is not None:
-            raise ValueError(
-                "start and model belong to a trace; this is a model, which runs a text"
-            )
+            raise ValueError("start and model belong to a trace; this is a model, which runs text")
         return load_side(what, aggregate).run(text or "")
     if text is not None:
         raise ValueError("a trace has its own text; give a model to run another")

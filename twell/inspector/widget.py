@@ -167,9 +167,7 @@ class Inspector(anywidget.AnyWidget):
 
     def _run_texts(self, sides: list[Side]) -> list[Side]:
         if not self.runs:
-            raise ValueError(
-                "there is no model to run a text; give inspect a model instead of a trace"
-            )
+            raise ValueError("there is no model to run a text; give inspect a model, not a trace")
         if not self.texts:
             raise ValueError("texts is empty; give one text, or one for each side")
         texts = self.texts if len(self.texts) == len(sides) else self.texts[:1] * len(sides)
@@ -220,7 +218,6 @@ def inspect(
     *,
     compare: Source | None = None,
     aggregate: Aggregate | str | Path | None = None,
-    compare_aggregate: Aggregate | str | Path | None = None,
     model: Source | None = None,
     start: int = 0,
     **view,
@@ -230,17 +227,17 @@ def inspect(
     what: a model, by its folder or name or as the pair that `twell.load` returns, which runs `text`
     and whatever is typed into the widget; or a trace, or its file, and `model`, if given, that it
     came from. compare: the same once more, shown beside it, with the same text; two texts are
-    compared by a model and a pair of texts. aggregate, compare_aggregate: statistics over many
-    tokens, or their file; by default `aggregate.npz` in the model's folder, where there is one.
-    start: the first token of a trace to show; a view has 4,096. view: traits of Inspector, such as
-    token=5 or colour="surprise". Raises ValueError for what does not fit together and
-    FileNotFoundError for what is missing.
+    compared by a model and a pair of texts. aggregate: statistics over many tokens, or their file;
+    by default `aggregate.npz` in the model's folder, where there is one. start: the first token of
+    a trace to show; a view has 4,096. view: traits of Inspector, such as token=5 or
+    colour="surprise". Raises ValueError for what does not fit together and FileNotFoundError for
+    what is missing.
     """
     unknown = [name for name in view if name not in VIEW]
     if unknown:
         raise TypeError(f"inspect has no argument {unknown[0]!r}; a view has {', '.join(VIEW)}")
-    both = {"compare": compare, "compare_aggregate": compare_aggregate}
-    shown = sides(what, text, aggregate=aggregate, model=model, start=start, **both)
+    options = {"compare": compare, "aggregate": aggregate, "model": model, "start": start}
+    shown = sides(what, text, **options)
     if view.get("neuron") is not None:
         view = {"colour": "neuron", "scale": "neuron"} | view
     return Inspector(shown, list(text) if isinstance(text, tuple | list) else [text or ""], view)

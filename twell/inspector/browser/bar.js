@@ -83,19 +83,18 @@ function overflow(state, choose) {
 function presets(state) {
   const [{ about }] = state.sides;
   const names = about.starts_with.map((preset) => [preset, preset.name]);
-  return select("go to", [[null, "Go to \u2026"], ...names], null, (preset) => state.goTo(preset));
+  const go = (preset, box) => {
+    box.selectedIndex = 0; // so that it can be chosen again
+    state.goTo(preset);
+  };
+  return select("go to", [[null, "Go to \u2026"], ...names], null, go);
 }
 
 // A page has an address, which says what it shows; a widget has none.
 function copier(model) {
   const copy = async () => {
-    try {
-      await navigator.clipboard.writeText(model.link());
-      node.textContent = "copied";
-    } catch {
-      prompt("The browser keeps the clipboard to itself; copy the link here:", model.link());
-    }
-    setTimeout(() => (node.textContent = "copy link"), 1500);
+    await navigator.clipboard.writeText(model.link());
+    node.textContent = "copied";
   };
   const node = button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");
   return node;

@@ -4,7 +4,7 @@
 import { changedCard } from "./compare.js";
 import { range } from "./data.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
-import { help, pill, quiet, refill, table, tokenPill, wordWith } from "./elements.js";
+import { help, pill, quiet, renew, signedBar, table, tokenPill, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
 import { ABOUT_H } from "./scales.js";
 import { BEGIN } from "./state.js";
@@ -27,15 +27,21 @@ export class Cards {
     this.spoken = element("span.tw-end", { role: "status" }); // is read aloud
   }
 
+  // A card is built again when what it shows has changed; a chosen neuron is only marked.
   show() {
-    const { state } = this;
+    const { state, view } = this;
     const { side, token, layer, neuron } = state.selected();
     const chosen = neuron !== null && layer !== null;
-    const sharing = chosen ? state.sharing(side) : [];
-    const nodes = side.T ? this.passageCards(side, token, layer) : [];
-    if (!side.T && !chosen) nodes.push(layersCard(this.view, side));
-    nodes.push(sharing.map((one) => this.neuron.build(one, layer, neuron)));
-    refill(this.box, nodes);
+    const parts = side.T ? this.passageCards(side, token, layer) : [];
+    const known = [view.chunks, state.query.within].join();
+    if (!side.T && !chosen) parts.push(["layers", known, () => layersCard(view, side)]);
+    for (const one of chosen ? state.sharing(side) : [])
+      parts.push(this.neuron.part(one, layer, neuron));
+    for (const part of parts) part[1] = `${view.built} ${part[1]}`;
+    renew(this.box, parts);
+    const name = chosen ? state.nameOf(side, layer, neuron) : null;
+    for (const node of this.box.querySelectorAll("[data-neuron]"))
+      node.ariaPressed = String(node.dataset.neuron === name);
     this.say(side, token, layer, neuron);
   }
 
@@ -44,12 +50,17 @@ export class Cards {
     const { state } = this;
     const peek = token === null && state.peek?.token !== undefined ? state.peek : null;
     const from = peek ?? { side, token };
-    const changed = state.sides.length === 2 && changedCard(state);
-    if (from.token === null) return [this.startCard(side), changed];
+    const changed = state.header.changed ? [["changed", "", () => changedCard(state)]] : [];
+    const start = ["start", side.number, () => this.startCard(side)];
+    if (from.token === null) return [start, ...changed];
     const shown = state.header.aligned ? state.sides : [from.side];
-    const opened = (one) => (one === side || state.header.aligned ? layer : null);
-    const card = (one) => this.tokenCard(one, from.token, opened(one), peek !== null);
-    return [...shown.map(card), changed];
+    const traits = [from.token, peek !== null, state.get("layers"), state.get("compression")];
+    const card = (one) => {
+      const opened = one === side || state.header.aligned ? layer : null;
+      const build = () => this.tokenCard(one, from.token, opened, peek !== null);
+      return [`token${one.number}`, [opened, ...traits].join(), build];
+    };
+    return [...shown.map(card), ...changed];
   }
 
   say(side, token, layer, neuron) {
@@ -87,7 +98,7 @@ export class Cards {
       state.header.aligned && element("div.tw-of", side.about.name),
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
-      predictions(side, token, state.header.aligned && side.number ? state.sides[0] : null),
+      predictions(side, token),
       element("div", layers.map((n) => this.layerBox(side, n, token, most, n === layer))),
     );
   }
@@ -110,14 +121,12 @@ export class Cards {
   tokenFacts(side, token) {
     const surprise = side.surprise[token];
     const first = Number.isNaN(surprise);
-    const characters = side.characters(token);
     const mean = side.means(...this.state.range(side))[token];
     return element(
       "div.tw-factbox",
       fact("surprise", first ? "\u2013" : `${number(surprise)} nats`),
       fact("probability", first ? "first of its sequence" : percent(Math.exp(-surprise))),
       fact("active, mean", number(mean)),
-      characters && fact("bytes of", pill(characters)),
     );
   }
 
@@ -129,9 +138,8 @@ export class Cards {
     const about = { "aria-expanded": String(opened), "aria-label": `layer ${layer}` };
     const capacity = state.capacity();
     const count = side.count(layer, token);
-    const over =
-      side.fullestTile(layer, token) > capacity &&
-      element("em", { title: `a tile holds more than ${capacity}` });
+    const over = side.fullestTile(layer, token) > capacity;
+    const mark = over && { title: `a tile holds more than ${capacity}` };
     const strongest = () =>
       side.strongest(layer, token, CHIPS).map(({ neuron, value }) => {
         const title = `layer ${layer}, neuron ${neuron}`;
@@ -142,7 +150,7 @@ export class Cards {
       element(
         "div.tw-layer",
         button(".tw-layer-name", act, about, `layer ${layer}`),
-        countBar(count / most, integer(count), over),
+        countBar(count / most, integer(count), over, mark),
         !opened && element("span.tw-chips", strongest()),
       ),
       opened && this.layerTable(side, layer, token),
@@ -151,9 +159,8 @@ export class Cards {
 
   // Attributes of a neuron's button: hovering colours the passage by it, a click selects it.
   choosing(side, layer, neuron, token) {
-    const { side: own, layer: of, neuron: chosen } = this.state.selected();
     return {
-      "aria-pressed": String(own === side && of === layer && chosen === neuron),
+      data: { neuron: this.state.nameOf(side, layer, neuron) },
       onpointerenter: () => this.view.peek({ side, layer, neuron }),
       onpointerleave: () => this.view.peek(null),
       onclick: () => {
@@ -175,22 +182,21 @@ export class Cards {
     const covered = shown.reduce((sum, one) => sum + one.share, 0);
     const kept = `${shown.length} of ${count}, ${percent(Math.min(covered, 1))} of the sum of |h|`;
     const rows = shown.map((one) => this.entry(side, layer, one, token, most));
+    const about = { data: { of: `${layer} ${token}` } };
     const columns = `auto minmax(40px, 1fr) 58px 44px${side.rate ? " 52px" : ""}`;
     return [
-      element("div.tw-scrolled", table(columns, names, rows)),
+      element("div.tw-scrolled", about, table(columns, names, rows)),
       shown.length < count && quiet(kept),
     ];
   }
 
   entry(side, layer, { neuron, value, share }, token, most) {
-    const width = `${(50 * Math.abs(value)) / most}%`;
-    const style = value < 0 ? { right: "50%", width } : { left: "50%", width };
     const sign = value < 0 ? ".tw-minus" : ".tw-plus";
     return element(
       "button.tw-item.tw-entry",
       { type: "button", ...this.choosing(side, layer, neuron, token) },
       element("span", String(neuron)),
-      element("span.tw-both", element(`i${sign}`, { style })),
+      signedBar(value / most),
       element(`b${sign}`, signed(value)),
       element("span", percent(share)),
       side.rate && element("span", percent(side.rate[layer * side.N + neuron])),
@@ -198,35 +204,22 @@ export class Cards {
   }
 }
 
-// The tokens that a model expects after a token, and what follows. other: a side with the same
-// tokens, to whose probabilities these are compared.
-function predictions(side, token, other) {
+function predictions(side, token) {
   const predicted = side.predictions(token);
   if (!predicted) return null;
   const following = side.following(token);
   const comes = following === null ? null : side.text(following);
-  const before = other?.predictions(token) ?? [];
-  const outside = (words) => comes !== null && !words.some(({ text }) => text === comes);
-  const actual = (one) => ({ text: comes, probability: Math.exp(-one.surprise[following]) });
-  const rest = predicted.length; // where what follows is listed if it is not among the likeliest
-  if (outside(predicted)) predicted.push(actual(side));
-  if (other && outside(before)) before.push(actual(other));
-  const word = ({ text, probability }, n) => {
-    const known = before.find((one) => one.text === text);
-    const change = known && 100 * (probability - known.probability);
-    const moved = known ? Math.abs(change) >= 0.1 && signed(change, 2) : other && "new";
-    const title = "change in percentage points";
-    const classes = `.tw-expected${text === comes ? ".tw-comes" : ""}`;
-    return [n === rest && "\u2026", wordWith(classes, text, percent(probability), moved, title)];
-  };
+  const listed = comes === null || predicted.some(({ text }) => text === comes);
+  const word = ({ text, probability }) =>
+    wordWith(text, percent(probability), text === comes ? ".tw-comes" : "");
+  const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[following]) });
   return element(
     "div.tw-next",
     element("h5", "predicts next", help(ABOUT_NEXT)),
-    element("div.tw-words", predicted.map(word)),
+    element("div.tw-words", predicted.map(word), !listed && ["\u2026", actual()]),
   );
 }
 
-// What the pointer tells about the token below it.
 export function tokenTitle(state) {
   const { side, token, layer } = state.peek;
   const [first, last] = layer === undefined ? state.range(side) : [layer, layer];
@@ -247,15 +240,14 @@ export function tokenTitle(state) {
   return lines.join("\n");
 }
 
-// Name and size of a model, and what is known of it.
 export function modelFacts({ about, fires, L, N }) {
-  const { name, tokens, source } = about;
+  const { name, tokens, run } = about;
   const dead = fires ? fires.reduce((sum, count) => sum + (count === 0), 0) : 0;
   const facts = [
     `${plural(L, "layer")} of ${integer(N)} neurons`,
     fires && `${percent(dead / fires.length)} dead`,
     tokens !== null && `counted over ${plural(tokens, "token")}`,
-    source?.run && source.run !== name && source.run,
+    run !== name && run,
     !about.weights && "no weights: no promoted words, no similar neurons",
   ];
   return facts.filter(Boolean);
@@ -264,7 +256,7 @@ export function modelFacts({ about, fires, L, N }) {
 // Of each layer: active neurons, dead ones, and how strongly they fire. A click searches in it.
 function layersCard(view, side) {
   const overview = side.catalog?.chunk("overview");
-  if (!overview) return null;
+  if (!overview) return quiet();
   if (!overview.fires) return quiet("There are no statistics without an aggregate.");
   const rows = range(0, overview.L - 1).map((layer) => layerRow(overview, layer));
   const most = Math.max(...rows.map(({ active }) => active));

@@ -74,7 +74,6 @@ class Overview {
     return { tokens, edges, fires, mean: this.mean[at], largest: this.largest[at] };
   }
 
-  // The tokens at which a neuron fires most, each once.
   peaksOf(index) {
     const each = this.peaks.length / this.fires.length;
     const found = this.peaks.subarray(index * each, (index + 1) * each).filter((token) => token);
@@ -96,7 +95,6 @@ class Text {
     for (let n = size - 2; n >= 0; n--) this.last[n] = goesOn(n + 1) ? this.last[n + 1] : n;
   }
 
-  // The first and the last token of the example around one.
   around(at) {
     const { before, after } = this.about;
     return [Math.max(this.first[at], at - before), Math.min(this.last[at], at + after)];

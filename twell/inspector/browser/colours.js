@@ -6,7 +6,6 @@ export function channels(hex) {
   return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 }
 
-// A colour as ImageData holds it.
 export function pixel([r, g, b]) {
   return (255 << 24) | (b << 16) | (g << 8) | r;
 }
@@ -31,7 +30,6 @@ export class Ramp {
     this.ink = this.rgb.map((rgb, n) => (n === bare ? "" : ink(rgb)));
   }
 
-  // The colours of indices at fractions of the width.
   gradient(indexAt) {
     const stops = Array.from({ length: 33 }, (_, n) => this.fill[indexAt(n / 32)] || "transparent");
     return `linear-gradient(to right, ${stops.join(", ")})`;

@@ -13,22 +13,15 @@ const ABOUT_ALIKE =
 const ABOUT_CHANGE =
   "The model runs again with another h of this neuron in the output of its layer, at every " +
   "token; the second side shows what becomes of it.";
-const TWO =
-  "Changes are shown beside the unchanged model, and this view compares already: a view of one " +
-  "model and one text has them.";
 
-// The neurons that changed most, as a card; null if the sides cannot be compared.
 export function changedCard(state) {
   const { changed } = state.header;
-  if (!changed) return null;
-  const selected = state.selected();
   const rows = changed.map(([layer, neuron, change]) => {
-    const chosen = selected.layer === layer && selected.neuron === neuron;
     const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
       ".tw-item.tw-entry",
-      () => state.chooseNeuron(selected.side, layer, neuron),
-      { "aria-pressed": String(chosen) },
+      () => state.chooseNeuron(state.selected().side, layer, neuron),
+      { data: { neuron: state.nameOf(state.sides[0], layer, neuron) } },
       element("span", `${layer} \u00b7 ${neuron}`),
       element("b", number(change)),
       state.sides.map(share),
@@ -62,10 +55,10 @@ function change(state, changes) {
   state.put({ ...(changes.length ? view : { difference: false, side: 0 }), changes });
 }
 
-// Silence, scale or set a neuron; null if there is no model to run.
+// Silence, scale or set a neuron; null if there is no model to run, or two are compared already.
 export function changeControls(state, layer, neuron) {
-  if (!state.get("runs")) return null;
-  if (state.sides[1] && !state.sides[1].about.changes.length) return quiet(TWO);
+  const compares = state.sides[1] && !state.sides[1].about.changes.length;
+  if (!state.get("runs") || compares) return null;
   const now = state.get("changes").find(isOf(layer, neuron));
   const to = (how) => {
     const others = state.get("changes").filter((one) => !isOf(layer, neuron)(one));

@@ -1,11 +1,7 @@
 // Packed blocks (twell/inspector/packing.py) as typed arrays, and the passage of one side.
 
-import { BYTES } from "./words.js";
-
-const ARRAYS = {
-  ...{ u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i1: Int8Array },
-  ...{ f4: Float32Array },
-};
+const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
+const ARRAYS = { ...NUMBERS, i1: Int8Array, f4: Float32Array };
 const FAINTEST = 1e-30; // stands for an active neuron whose value is 0
 
 export function fromBase64(text) {
@@ -15,22 +11,22 @@ export function fromBase64(text) {
   return data;
 }
 
-// Return a block's header, and its arrays by name.
 export async function readBlock(bytes) {
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
   let at = 4 + new DataView(buffer).getUint32(0, true);
   const header = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, at - 4)));
   const arrays = {};
-  for (const [name, type, length] of header.arrays) {
+  for (const [name, type, length, planes] of header.arrays) {
     const array = new ARRAYS[type](length);
-    const size = array.BYTES_PER_ELEMENT;
-    const packed = new Uint8Array(buffer, at, length * size);
     const entries = new Uint8Array(array.buffer);
-    for (let byte = 0; byte < size; byte++)
-      for (let n = 0; n < length; n++) entries[n * size + byte] = packed[byte * length + n];
+    const size = array.BYTES_PER_ELEMENT;
+    for (const plane of planes) {
+      const packed = new Uint8Array(buffer, at, length);
+      for (let n = 0, to = plane; n < length; n++, to += size) entries[to] = packed[n];
+      at += length;
+    }
     arrays[name] = array;
-    at += length * size;
   }
   return { header, arrays };
 }
@@ -59,7 +55,6 @@ class Side {
     for (const [name, array] of Object.entries(arrays))
       if (name.startsWith(`${number}.`)) this[name.slice(2)] = array;
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
-    this.special = new Set(about.special);
     // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
     const most = about.strongest ?? Infinity;
     this.pointer = new Uint32Array(this.counts.length + 1);
@@ -77,7 +72,7 @@ class Side {
   }
 
   isSpecial(token) {
-    return this.special.has(this.token[token]);
+    return this.about.special.includes(this.token[token]);
   }
 
   sequenceOf(token) {
@@ -91,30 +86,16 @@ class Side {
     return null;
   }
 
-  // The characters that a token of bytes makes with its neighbours; "" if they are not whole.
-  characters(token) {
-    const isBytes = (at) => BYTES.test(this.text(at));
-    if (!isBytes(token)) return "";
-    let [from, to] = [token, token + 1];
-    while (this.position[from] && isBytes(from - 1)) from--;
-    while (this.position[to] && isBytes(to)) to++;
-    const hex = range(from, to - 1).map((at) => this.text(at)).join("").match(/[0-9A-F]{2}(?=>)/g);
-    const bytes = Uint8Array.from(hex, (digits) => parseInt(digits, 16));
-    const text = new TextDecoder().decode(bytes);
-    return text.includes("\ufffd") ? "" : text;
-  }
-
   // The likeliest next tokens after one, falling; undefined if no model ran.
   predictions(token) {
-    if (!this.expected) return undefined;
-    const each = this.expected.length / this.T;
-    return Array.from({ length: each }, (_, n) => ({
+    const each = this.expected?.length / this.T;
+    const one = (_, n) => ({
       text: this.about.expected[this.expected[token * each + n]],
       probability: this.probability[token * each + n],
-    }));
+    });
+    return this.expected && Array.from({ length: each }, one);
   }
 
-  // The token after one in its sequence, or null.
   following(token) {
     return token + 1 < this.T && this.position[token + 1] > 0 ? token + 1 : null;
   }
@@ -133,7 +114,6 @@ class Side {
     return this.tile_max[layer * this.T + token];
   }
 
-  // The kept neurons of a token and layer, strongest first.
   strongest(layer, token, most = Infinity) {
     const row = layer * this.T + token;
     const entries = [];
@@ -146,8 +126,10 @@ class Side {
     return entries.slice(0, most);
   }
 
-  // The firings of a neuron: tokens ascending, with their values.
+  // The firings of a neuron: tokens ascending, with their values. The last answer is kept, since a
+  // drawing asks for one neuron many times.
   column(layer, neuron) {
+    if (this.last?.layer === layer && this.last.neuron === neuron) return this.last;
     const [tokens, values] = [[], []];
     for (let token = 0; token < this.T; token++) {
       const row = layer * this.T + token;
@@ -157,7 +139,7 @@ class Side {
       tokens.push(token);
       values.push(this.value[from + at]);
     }
-    return { tokens, values };
+    return (this.last = { layer, neuron, tokens, values });
   }
 
   // h of a neuron at each token: 0 where it is silent, never 0 where it fires.
@@ -172,7 +154,6 @@ class Side {
     return this.fires?.[layer * this.N + neuron] ?? this.column(layer, neuron).tokens.length;
   }
 
-  // Mean active neurons of each token over these layers.
   means(first, last) {
     const means = new Float32Array(this.T);
     for (let layer = first; layer <= last; layer++)
@@ -180,7 +161,6 @@ class Side {
     return means.map((sum) => sum / (last - first + 1));
   }
 
-  // The value of the strongest neuron at each token of a layer.
   peaks(layer) {
     this.peak ??= Float32Array.from(this.counts, (_, row) =>
       strongestOf(this.value.subarray(this.pointer[row], this.pointer[row + 1])),

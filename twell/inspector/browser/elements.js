@@ -3,7 +3,7 @@
 import { BYTES, signed } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const CONTROLS = "button, select, input";
+const HANDLERS = ["onclick", "onchange", "oninput", "onpointerenter", "onpointerleave"];
 
 // Make an element. The tag may have classes, as in "button.tw-close" or "svg:rect". Objects are
 // attributes; null, undefined and false are skipped; everything else is a child. Text becomes text
@@ -25,50 +25,95 @@ export function element(tag, ...parts) {
 function assign(node, attributes) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    if (name.startsWith("on")) node[name] = value;
     else if (name === "data") Object.assign(node.dataset, value);
     else if (name === "style") Object.assign(node.style, value);
-    else if (name === "value" || name === "checked") node[name] = value;
     else node.setAttribute(name, value === true ? "" : value);
   }
+}
+
+export function refill(parent, ...nodes) {
+  parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
+}
+
+// Draw the children of a node again where they changed. parts: of each child a name, a text that
+// says what it shows, and a function that builds it.
+export function renew(parent, parts) {
+  const names = parts.map(([name]) => name);
+  for (const child of [...parent.children]) if (!names.includes(child.named)) child.remove();
+  parts.forEach(([named, shown, build], n) => {
+    let node = [...parent.children].find((child) => child.named === named);
+    if (node?.shown !== shown) node = node ? patch(node, build()) : build();
+    Object.assign(node, { named, shown });
+    if (parent.children[n] !== node) parent.insertBefore(node, parent.children[n] ?? null);
+  });
+}
+
+// One node can be made like the other. `data-of` says what an element belongs to: for something
+// else it is replaced, and scrolls from its start.
+function alike(old, fresh) {
+  const kind = (node) => node.getAttribute?.("class")?.split(" ")[0];
+  const same = old.nodeName === fresh.nodeName && kind(old) === kind(fresh);
+  return same && old.dataset?.of === fresh.dataset?.of;
+}
+
+// Make a node like a new one and return the node in its place. Elements stay, so that the focus, a
+// press of the mouse, an open explanation and text that is being typed outlast a drawing.
+function patch(old, fresh) {
+  if (!alike(old, fresh)) {
+    old.replaceWith(fresh);
+    return fresh;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== fresh.data) old.data = fresh.data;
+    return old;
+  }
+  const typed = fresh.defaultValue !== old.defaultValue; // the state changed, so it is shown
+  for (const name of old.getAttributeNames())
+    if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of fresh.attributes)
+    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  for (const name of HANDLERS) old[name] = fresh[name];
+  const { value, checked, selectedIndex } = fresh;
+  patchChildren(old, [...fresh.childNodes]);
+  if (typed) old.value = value;
+  if (old.checked !== checked) old.checked = checked;
+  if (old.selectedIndex !== selectedIndex) old.selectedIndex = selectedIndex;
+  return old;
+}
+
+function patchChildren(parent, nodes) {
+  let place = parent.firstChild;
+  const drop = (end) => {
+    while (place !== end) {
+      const { nextSibling } = place;
+      place.remove();
+      place = nextSibling;
+    }
+  };
+  for (const node of nodes) {
+    let match = place;
+    while (match && !alike(match, node)) match = match.nextSibling;
+    if (!match) parent.insertBefore(node, place);
+    else {
+      drop(match);
+      place = patch(match, node).nextSibling;
+    }
+  }
+  drop(null);
 }
 
 export function button(classes, onclick, ...parts) {
   return element(`button${classes}`, { type: "button", onclick }, ...parts);
 }
 
-// A select of [value, name] pairs. choose(value) is called when the reader takes one.
+// A select of [value, name] pairs. choose(value, select) is called when the reader takes one.
 export function select(label, pairs, chosen, choose, attributes = {}) {
   const options = pairs.map(([value, name]) =>
     element("option", { selected: value === chosen }, name),
   );
-  const onchange = ({ target }) => choose(pairs[target.selectedIndex][0]);
+  const onchange = ({ target }) => choose(pairs[target.selectedIndex][0], target);
   return element("select", { "aria-label": label, onchange, ...attributes }, options);
-}
-
-// Replace the children of a node if what it shows has changed. shown: a text that says what.
-export function renew(parent, shown, build) {
-  if (parent.shown === shown) return;
-  parent.shown = shown;
-  refill(parent, build());
-}
-
-// Replace the children of a node. The control that had the focus keeps it: it is found by its name,
-// and by its place among controls of the same name. Text that is being typed is kept.
-export function refill(parent, ...nodes) {
-  const { activeElement: active } = parent.getRootNode();
-  const nameOf = (node) => node.ariaLabel || node.title || node.textContent;
-  const controls = () =>
-    [...parent.querySelectorAll(CONTROLS)].filter((node) => nameOf(node) === nameOf(active));
-  const place = active && parent.contains(active) ? controls().indexOf(active) : -1;
-  parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
-  if (place < 0) return;
-  const now = controls()[place];
-  now?.focus(); // a list scrolls to it
-  if (now && typeof active.selectionStart === "number") {
-    now.value = active.value;
-    now.setSelectionRange(active.selectionStart, active.selectionEnd);
-  }
 }
 
 // Would not be seen, or would move other text: controls, format characters, separators, white space
@@ -80,11 +125,12 @@ const HIDDEN = /((?!(?<=\S)\u200d)[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}]|(?! )\p{Zs})/
 export function pieces(text, breaks = false) {
   if (BYTES.test(text)) return [element("span.tw-bytes", text)];
   if (!text) return [element("span.tw-bytes", "empty")];
+  if (!HIDDEN.test(text)) return [text];
   const parts = text.split(HIDDEN).filter(Boolean);
-  return parts.map((part, n) => {
+  return parts.flatMap((part, n) => {
     if (part === "\n") {
-      const line = breaks && n < parts.length - 1 && element("br");
-      return [element("span.tw-mark", "\u23ce"), line];
+      const ends = breaks && n < parts.length - 1;
+      return [element("span.tw-mark", "\u23ce"), ...(ends ? [element("br")] : [])];
     }
     if (part === "\t") return element("span.tw-mark", "\u21e5\u00a0\u00a0");
     if (!HIDDEN.test(part)) return part;
@@ -102,10 +148,8 @@ export function tokenPill(side, token) {
   return pill(side.text(token), side.isSpecial(token));
 }
 
-// A word with a number, and a smaller number beside it.
-export function wordWith(classes, text, value, more, title) {
-  const small = more && element("small", { title }, more);
-  return element(`span.tw-word${classes}`, pill(text), element("b", value), small);
+export function wordWith(text, value, classes = "", attributes = {}) {
+  return element(`span.tw-word${classes}`, attributes, pill(text), element("b", value));
 }
 
 export function fact(name, value) {
@@ -116,9 +160,8 @@ export function quiet(...parts) {
   return element("p.tw-quiet", ...parts);
 }
 
-// A control with a name before it.
 export function labelled(name, ...controls) {
-  return element("label.tw-group", name, controls);
+  return element("label.tw-group", { data: { of: name } }, name, controls);
 }
 
 // A box for a number. choose(number) is called when the reader has typed one, with null if the box
@@ -151,7 +194,6 @@ export function table(columns, names, rows) {
   return element("div.tw-table", { style: { gridTemplateColumns: columns } }, head, rows);
 }
 
-// A neuron with a number.
 export function chip(name, value, digits, ...attributes) {
   const classes = value < 0 ? "button.tw-chip.tw-minus" : "button.tw-chip";
   const number = element("b", signed(value, digits));
@@ -159,7 +201,15 @@ export function chip(name, value, digits, ...attributes) {
 }
 
 // A horizontal bar with a number on it. share: its length, from 0 to 1.
-export function countBar(share, value, ...marks) {
-  const bar = element("i", { style: { width: `${100 * share}%` } });
-  return element("span.tw-count", bar, element("b", value), marks);
+export function countBar(share, value, over = false, attributes = {}) {
+  const style = { backgroundSize: `${100 * share}% 100%` };
+  return element(`span.tw-count${over ? ".tw-over" : ""}`, { style, ...attributes }, value);
+}
+
+// A bar from the middle to the right or, below 0, to the left. share: from -1 to 1.
+export function signedBar(share) {
+  const [wide, left] = [50 * Math.abs(share), share < 0 ? 50 + 50 * share : 50];
+  const place = `${(100 * left) / (100 - wide)}%`; // as CSS counts: of the space that is left over
+  const style = { backgroundSize: `${wide}% 100%`, backgroundPositionX: place };
+  return element(`span.tw-both.${share < 0 ? "tw-minus" : "tw-plus"}`, { style });
 }

@@ -1,7 +1,7 @@
 // The axes of charts, and the histogram of h between powers of two.
 
 import { element } from "./elements.js";
-import { integer, percent, plural, powerOfTwo, signed, superscript } from "./words.js";
+import { compact, percent, plural, powerOfTwo, signed } from "./words.js";
 
 const SIZE = { width: 340, height: 115 };
 const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
@@ -44,7 +44,6 @@ export function histograms(lists, least) {
   });
 }
 
-// The bins of an aggregate as pairs of the value in their middle and their count.
 export function pairsOf({ edges, histogram }) {
   return histogram.map((count, bin) => [(edges[bin] + edges[bin + 1]) / 2, count]);
 }
@@ -79,12 +78,11 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
     ticks: labelled.map(([n, edge]) => [x(n), powerOfTwo(edge)]),
   };
   const decades = Array.from({ length: Math.floor(reach) + 1 }, (_, decade) => decade);
-  const written = (decade) => (decade > 3 ? `10${superscript(decade)}` : integer(10 ** decade));
   const upright = {
     name: "tokens, log scale",
     ticks: decades
       .filter((decade) => reach <= 4 || decade % 2 === 0)
-      .map((decade) => [y(10 ** decade), written(decade)]),
+      .map((decade) => [y(10 ** decade), compact(10 ** decade)]),
   };
   const bars = histogram.map((count, bin) => {
     if (!count) return null;

@@ -3,7 +3,7 @@
 
 import { pixel } from "./colours.js";
 import { range } from "./data.js";
-import { element, help, refill } from "./elements.js";
+import { element, help, renew } from "./elements.js";
 import { included, mapColours, showLegend } from "./scales.js";
 import { COLOURING } from "./state.js";
 import { number, percent } from "./words.js";
@@ -29,8 +29,8 @@ export class ActivityMap {
       onpointerleave: () => view.hover(side),
       onclick: (event) => this.clicked(event),
     });
-    const frame = (name) => element(`i.tw-frame.tw-${name}-frame`, { hidden: true });
-    this.frames = { peek: frame("peek"), pinned: frame("pin"), cell: frame("cell") };
+    const frame = () => element("i.tw-frame", { hidden: true });
+    this.frames = { peek: frame(), pinned: frame(), cell: frame() };
     const width = `max(min(100%, ${WIDEST * side.T}px), ${side.T}px)`;
     const frames = Object.values(this.frames);
     this.scroll = element(
@@ -39,11 +39,10 @@ export class ActivityMap {
     );
     this.labels = element("div.tw-labels");
     this.sums = element("div.tw-sums", { title: "mean of active neurons in each layer" });
-    this.legend = element("div.tw-legend");
+    this.legend = element("div");
     this.nodes = [this.legend, element("div.tw-heat", this.labels, this.scroll, this.sums)];
   }
 
-  // The rows of the map: its layers, and the height of each.
   rows() {
     const [first, last] = this.state.range(this.side);
     const layers = range(first, last);
@@ -101,12 +100,10 @@ export class ActivityMap {
       const marks = colours.map((colour, token) => (tiles[row][token] > capacity ? over : colour));
       this.fill(marks, row * height, Math.max(2, Math.round(height / 7)));
     });
-    const notes = capacity < Infinity && this.overflow(tiles.map((row) => [...row]).flat());
-    const own = state.get("scale") === "layer" && layers.length > 1;
-    showLegend(this.legend, scales[0], { own, notes });
+    const note = capacity < Infinity && this.overflow(tiles.map((row) => [...row]).flat());
+    showLegend(this.legend, scales[0], state.get("scale") === "layer" && layers.length > 1, note);
   }
 
-  // Fill lines of the canvas with a row of colours.
   fill(colours, from, lines) {
     const image = new ImageData(colours.length, lines);
     const pixels = new Uint32Array(image.data.buffer);
@@ -122,13 +119,11 @@ export class ActivityMap {
     );
   }
 
-  // tiles: active neurons in the fullest tile of each cell.
   overflow(tiles) {
     const capacity = this.state.capacity();
     const over = meanOf(tiles.map((tile) => (Number.isNaN(tile) ? NaN : Number(tile > capacity))));
     const cells = over ? `${percent(over)} of cells` : "none";
-    const text = `a tile of ${this.state.header.tile} with more than ${capacity}: ${cells}`;
-    return element("span.tw-overs", element("i"), text);
+    return `a tile of ${this.state.header.tile} with more than ${capacity}: ${cells}`;
   }
 
   // The frames around the token under the pointer, the selected token, and the selected cell.
@@ -149,7 +144,6 @@ export class ActivityMap {
     show("cell", inside ? pinned : null, (layer - first) * height, height);
   }
 
-  // Scroll to the selected token if it has changed.
   reveal() {
     const pinned = this.state.pinned(this.side);
     if (!this.view.reveal || pinned === null) return;
@@ -164,23 +158,26 @@ export class ActivityMap {
     const { side: own, layer: selected } = state.selected();
     const every = Math.ceil(LETTER / height);
     const isHere = (layer) => own === side && layer === selected;
-    const cell = (tag, layer, n, text, ...more) => {
-      const about = { title: `layer ${layer}`, style: { height: `${height}px` } };
-      const shown = n % every === 0 || isHere(layer);
-      return element(`${tag}.tw-row${isHere(layer) ? ".tw-here" : ""}`, about, more, shown && text);
+    const row = (tag, layer, text, about = {}) => {
+      const style = { height: `${height}px` };
+      const here = isHere(layer);
+      const shown = (here || (layer - layers[0]) % every === 0) && text;
+      const classes = here ? ".tw-row.tw-here" : ".tw-row";
+      const build = () =>
+        element(`${tag}${classes}`, { style, title: `layer ${layer}`, ...about }, shown);
+      return [layer, [height, shown, here].join(), build];
     };
-    const label = (layer, n) => {
-      const act = () => state.choose(side, { layer: isHere(layer) ? null : layer, neuron: null });
-      return cell("button", layer, n, layer, { type: "button", tabindex: "-1", onclick: act });
+    const label = (layer) => {
+      const onclick = () =>
+        state.choose(side, { layer: isHere(layer) ? null : layer, neuron: null });
+      return row("button", layer, layer, { type: "button", tabindex: "-1", onclick });
     };
-    const mean = (layer, n) => cell("div", layer, n, number(this.means[n]));
-    const strip = element("div.tw-row.tw-strip", "text", help(ABOUT_STRIP));
-    refill(this.labels, layers.map(label), strip);
-    refill(this.sums, layers.map(mean));
+    const strip = () => element("div.tw-row.tw-strip", "text", help(ABOUT_STRIP));
+    renew(this.labels, [...layers.map(label), ["strip", "", strip]]);
+    renew(this.sums, layers.map((layer, n) => row("div", layer, number(this.means[n]))));
   }
 }
 
-// The mean of the values that are not left out.
 function meanOf(values) {
   const known = values.filter((value) => !Number.isNaN(value));
   return known.reduce((sum, value) => sum + value, 0) / Math.max(known.length, 1);

@@ -29,11 +29,18 @@ const IN_ALL = {
 };
 
 export class NeuronCard {
-  // cards: { state, show }.
   constructor(cards) {
     this.cards = cards;
     this.state = cards.state;
     this.places = "passage"; // which examples are shown
+  }
+
+  // Name of the card, what it shows as a text, and how it is built.
+  part(side, layer, neuron) {
+    const { state, cards } = this;
+    const traits = [layer, neuron, JSON.stringify(state.get("changes")), state.ramps.dark];
+    const shown = [...traits, this.places, cards.view.chunks].join();
+    return [`neuron${side.number}`, shown, () => this.build(side, layer, neuron)];
   }
 
   build(side, layer, neuron) {
@@ -67,11 +74,8 @@ export class NeuronCard {
       " neuron ",
       picker("neuron", neuron, side.N - 1, (n) => state.chooseNeuron(side, layer, n)),
     );
-    return element(
-      "div.tw-card-head",
-      title,
-      closer("let go of the neuron", () => state.letGo()),
-    );
+    const close = closer("let go of the neuron", () => state.letGo());
+    return element("div.tw-card-head", title, close);
   }
 
   statistics(side, layer, neuron, known) {
@@ -120,7 +124,6 @@ export class NeuronCard {
     return [chart, all.length > 1 && quiet(SHARED_AXES)];
   }
 
-  // What is still to come, or could not.
   missing(side, card) {
     const lines = new Set(card?.missing ?? []);
     if (side.catalog && (!card || card.waiting)) lines.add("loading \u2026");
@@ -136,7 +139,7 @@ export class NeuronCard {
     const kind = kinds.includes(this.places) ? this.places : kinds[0];
     const choose = (places) => {
       this.places = places;
-      this.cards.show();
+      this.cards.view.schedule();
     };
     const names = kinds.map((one) => [one, PLACES[one]]);
     const here = kind === "passage";
@@ -145,6 +148,7 @@ export class NeuronCard {
       kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
       element(
         "div.tw-scrolled",
+        { data: { of: [layer, neuron, kind].join() } },
         here && this.placesHere(side, layer, neuron),
         known[kind]?.map((example) => this.placeFar(side, example, known.largest)),
       ),
@@ -156,11 +160,9 @@ export class NeuronCard {
   placeFar(side, example, largest) {
     const token = side.find(example.tokens, example.here);
     const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
-    const go = token !== null && (() => this.state.choose(side, { token }));
-    return this.exampleLine(example, largest, where, go);
+    return this.exampleLine(side, example, largest, where, token);
   }
 
-  // Where in the passage the neuron fires, strongest first; a click goes there.
   placesHere(side, layer, neuron) {
     const { tokens, values } = side.column(layer, neuron);
     if (!tokens.length) return quiet("It fires nowhere in this passage.");
@@ -170,37 +172,34 @@ export class NeuronCard {
     const shades = new Map(order.map((n) => [tokens[n], values[n]]));
     return order.slice(0, NEAR).map((n) => {
       const { [n]: token } = tokens;
-      const go = () => this.state.choose(side, { token });
       const example = { value: values[n], quantile: null, ...around(side, token, shades) };
-      return this.exampleLine(example, largest, `go to token ${integer(token)}`, go);
+      return this.exampleLine(side, example, largest, `go to token ${integer(token)}`, token);
     });
   }
 
-  // An example with every token shaded by its h; tokens without a shade are one text node.
-  exampleLine({ value, quantile, tokens, shades, here }, largest, title, go) {
+  // An example with every token shaded by its h. token: where it is in the passage, or null.
+  exampleLine(side, { value, quantile, tokens, shades, here }, largest, title, token) {
     const scale = makeScale("signed", [0, largest], "", this.state.ramps);
-    const shaded = (text, n) => {
-      const { [n]: h } = shades;
-      if (!h && n !== here) return pieces(text);
-      const { fill, ink } = scale.ramp;
-      const index = scale.index(h || 0);
+    const { fill, ink } = scale.ramp;
+    const line = element("span.tw-example", { dir: "auto" });
+    tokens.forEach((text, n) => {
+      if (!shades[n] && n !== here) return line.append(...pieces(text));
+      const index = scale.index(shades[n] || 0);
       const style = { backgroundColor: fill[index], color: ink[index] };
       const tag = n === here ? "mark" : "span";
-      return element(tag, { style, title: `h ${signed(h)}` }, pieces(text));
-    };
-    const line = element("span.tw-example", { dir: "auto" }, tokens.map(shaded));
+      line.append(element(tag, { style, title: `h ${signed(shades[n])}` }, pieces(text)));
+    });
     line.normalize();
     const parts = [
       element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
       quantile !== null && element("small", percent(quantile)),
       line,
     ];
-    if (go) return button(".tw-place", go, { title }, parts);
-    return element("div.tw-place", { title }, parts);
+    if (token === null) return element("div.tw-place", { title }, parts);
+    return button(".tw-place", () => this.state.choose(side, { token }), { title }, parts);
   }
 }
 
-// The tokens of the passage around one, with the values of a neuron.
 function around(side, token, values) {
   const sequence = side.sequenceOf(token);
   const first = Math.max(side.starts[sequence], token - BEFORE);
@@ -240,8 +239,8 @@ function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
     return ` (${percent(inside.reduce((sum, count) => sum + count, 0) / fires)})`;
   };
   const list = (title, words, sign = 1) => {
-    const about = "change of the logit at |h| = 1, against the mean over all words";
-    const word = ([text, change]) => wordWith("", text, "", signed(sign * change), about);
+    const about = { title: "change of the logit at |h| = 1, against the mean over all words" };
+    const word = ([text, change]) => wordWith(text, signed(sign * change), "", about);
     return element("div", element("h5", title), element("div.tw-words", words.map(word)));
   };
   const lists = gated
@@ -254,7 +253,6 @@ function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
   return element("div", element("div.tw-both-words", lists), gated && quiet(swapped));
 }
 
-// Neurons of the same layer, then of all; a click selects one.
 function neighbours({ like = [], together = [] }, layer, choose) {
   const one = ([of, neuron, size], named) => {
     const about = { onclick: () => choose(of, neuron), title: `layer ${of}, neuron ${neuron}` };

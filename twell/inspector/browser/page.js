@@ -35,7 +35,6 @@ class PageModel extends EventTarget {
     this.addEventListener(name, react);
   }
 
-  // The address was edited, or the reader went back.
   follow() {
     const view = viewOf(location.hash.slice(1), this.begin);
     for (const [name, value] of Object.entries(view)) this.set(name, value);

@@ -13,7 +13,7 @@ export class Passage {
     this.side = side;
     this.spans = [];
     this.painted = new Int16Array(side.T).fill(-1);
-    this.legend = element("div.tw-legend");
+    this.legend = element("div");
     const tokenAt = (event) => event.target.closest?.(".tw-t")?.number;
     this.text = element("div.tw-text", {
       tabindex: "0",

@@ -2,7 +2,7 @@
 
 import { makeScale } from "./colours.js";
 import { range } from "./data.js";
-import { element, help, refill } from "./elements.js";
+import { element, help, renew } from "./elements.js";
 import { number, signed } from "./words.js";
 
 export const ABOUT_H =
@@ -71,7 +71,6 @@ function scaleOf(state, kind, label, arrays, limit) {
   return makeScale(kind, [least, limit || largest], label, state.ramps);
 }
 
-// The values of all tokens that share the scale of a side.
 function sharing(state, side, how, read) {
   const scaling = state.scaling(how);
   if (how !== "neuron") return (scaling === "all" ? state.sides : [side]).map(read);
@@ -112,19 +111,20 @@ export function mapColours(state, side) {
 }
 
 // own: each layer has a scale of its own, so that the ends have no common value.
-export function showLegend(box, scale, { own = false, notes = [] } = {}) {
-  const gradient = scale.ramp.gradient((t) => scale.index(scale.at(t)));
+export function showLegend(box, scale, own = false, note = "") {
+  const background = scale.ramp.gradient((t) => scale.index(scale.at(t)));
   const text = (v) => (scale.kind === "signed" && v ? signed(v) : number(v));
-  const ends = [0, 0.5, 1].map((t) => text(scale.at(t)));
-  const ticks = own ? ["least", "", "most"] : ends;
-  refill(
-    box,
-    element("span.tw-label", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
+  const ticks = own ? ["least", "", "most"] : [0, 0.5, 1].map((t) => text(scale.at(t)));
+  const build = () =>
     element(
-      "span.tw-scale",
-      element("span.tw-gradient", { style: { background: gradient } }),
-      element("span.tw-ticks", ticks.map((tick) => element("span", tick))),
-    ),
-    notes,
-  );
+      "div.tw-legend",
+      element("span", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
+      element(
+        "span.tw-scale",
+        element("span.tw-gradient", { style: { background } }),
+        element("span.tw-ticks", ticks.map((tick) => element("span", tick))),
+      ),
+      note && element("span.tw-overs", note),
+    );
+  renew(box, [["legend", [scale.label, background, note, ...ticks].join(), build]]);
 }

@@ -1,10 +1,11 @@
 // All neurons of a model as points: how often they fire against how strongly. A drag brushes, a
 // click takes the nearest.
 
+import { pixel } from "./colours.js";
 import { range } from "./data.js";
 import { element } from "./elements.js";
 import { axes } from "./histogram.js";
-import { integer, number, percent } from "./words.js";
+import { number } from "./words.js";
 
 const HEIGHT = 300;
 const SPACE = { left: 58, right: 12, top: 8, bottom: 34 };
@@ -35,13 +36,11 @@ export class Scatter {
   // found: the matching neurons, by index; box: what is brushed, or null.
   draw(overview, found, selected, box) {
     if (!this.wide || !overview.fires) return;
-    const shown = [overview, found, this.wide, this.host.state.ramps];
-    if (!shown.every((part, n) => part === this.shown?.[n])) {
-      this.shown = shown;
-      this.overview = overview;
-      this.measure();
-      this.drawPoints(found);
-    }
+    const { ramps } = this.host.state;
+    const scale = devicePixelRatio || 1;
+    const measured = [overview, this.wide, scale].every((part, n) => part === this.measured?.[n]);
+    if (!measured) this.measure(overview, scale);
+    if (!measured || this.found !== found || this.ramps !== ramps) this.drawPoints(found, ramps);
     this.ring.hidden = selected === null || !overview.fires[selected];
     if (!this.ring.hidden) place(this.ring, { left: this.left[selected], top: this.top[selected] });
     this.brush.hidden = !box;
@@ -50,8 +49,12 @@ export class Scatter {
     this.showBrush(this.x.to(left), this.y.to(high), this.x.to(right), this.y.to(low));
   }
 
-  measure() {
-    const { fires, strength, about } = this.overview;
+  measure(overview, scale) {
+    this.measured = [overview, this.wide, scale];
+    this.overview = overview;
+    const { fires, strength, about } = overview;
+    const [width, height] = [Math.round(this.wide * scale), Math.round(HEIGHT * scale)];
+    Object.assign(this.canvas, { width, height });
     const inner = {
       ...{ left: SPACE.left, right: this.wide - SPACE.right },
       ...{ top: SPACE.top, bottom: HEIGHT - SPACE.bottom },
@@ -71,22 +74,32 @@ export class Scatter {
     this.axes.replaceChildren(...axes(inner, across, upright));
   }
 
-  drawPoints(found) {
-    const { ramps } = this.host.state;
-    const ratio = devicePixelRatio || 1;
-    Object.assign(this.canvas, { width: Math.round(this.wide * ratio), height: HEIGHT * ratio });
-    const context = this.canvas.getContext("2d");
-    context.scale(ratio, ratio);
-    const matching = new Uint8Array(this.left.length);
-    for (const index of found) matching[index] = 1;
-    const dots = (which, colour, alpha) => {
-      context.fillStyle = `rgb(${colour} / ${alpha})`;
-      for (let index = 0; index < matching.length; index++)
-        if (matching[index] === which)
-          context.fillRect(Math.round(this.left[index]) - 1, Math.round(this.top[index]) - 1, 2, 2);
+  // Pixels are set one by one, since a rectangle of the canvas for each point takes ten times as
+  // long. Faint points that overlap add up.
+  drawPoints(found, ramps) {
+    Object.assign(this, { found, ramps });
+    const { width, height } = this.canvas;
+    const [, , scale] = this.measured;
+    const image = new ImageData(width, height);
+    const pixels = new Uint32Array(image.data.buffer);
+    const size = Math.round(2 * scale);
+    const dot = (index, colour, alpha) => {
+      const left = Math.round(this.left[index] * scale - size / 2);
+      const top = Math.round(this.top[index] * scale - size / 2);
+      for (let y = top; y < top + size && y < height; y++)
+        for (let x = left; x < left + size; x++) {
+          const before = pixels[y * width + x] >>> 24;
+          pixels[y * width + x] = (colour & 0xffffff) | (Math.min(before + alpha, 255) << 24);
+        }
     };
-    dots(0, ramps.muted.join(" "), 0.15);
-    dots(1, ramps.accent.join(" "), 0.8);
+    const [faint, strong] = [pixel(ramps.muted), pixel(ramps.accent)];
+    const { fires } = this.overview;
+    const matching = new Uint8Array(fires.length);
+    for (const index of found) matching[index] = 1;
+    for (let index = 0; index < fires.length; index++)
+      if (fires[index] && !matching[index]) dot(index, faint, 40);
+    for (const index of found) if (fires[index]) dot(index, strong, 200);
+    this.canvas.getContext("2d").putImageData(image, 0, 0);
   }
 
   showBrush(left, top, right, bottom) {
@@ -106,12 +119,7 @@ export class Scatter {
 
   moved(event) {
     const [x, y] = this.at(event);
-    if (!this.start) {
-      const near = this.nearest(x, y);
-      this.canvas.style.cursor = near === null ? "crosshair" : "pointer";
-      this.canvas.title = near === null ? "" : this.describe(near);
-      return;
-    }
+    if (!this.start) return;
     const [left, top] = this.start;
     if (!this.drag && Math.hypot(x - left, y - top) < 5) return;
     this.drag = [Math.min(x, left), Math.min(y, top), Math.max(x, left), Math.max(y, top)];
@@ -137,12 +145,6 @@ export class Scatter {
       if (far < least) [best, least] = [index, far];
     }
     return best;
-  }
-
-  describe(index) {
-    const { N, fires, about } = this.overview;
-    const name = `layer ${Math.floor(index / N)}, neuron ${integer(index % N)}`;
-    return `${name}: fires at ${percent(fires[index] / about.tokens)} of the tokens`;
   }
 }
 

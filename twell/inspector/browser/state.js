@@ -2,14 +2,11 @@
 
 import { QUERY } from "./search.js";
 
-export const COLOURING = [
-  ...["colour", "scale", "limit", "layers", "skip_first", "compression", "difference"],
-];
-export const TRAITS = ["side", "token", "layer", "neuron", ...COLOURING];
-export const BEGIN = {
-  ...{ side: 0, token: null, layer: null, neuron: null },
-  ...{ colour: "count", scale: "all", layers: null },
-};
+const SELECTION = { side: 0, token: null, layer: null, neuron: null };
+export const BEGIN = { ...SELECTION, colour: "count", scale: "all", layers: null };
+export const COLOURING =
+  "colour scale limit layers skip_first compression difference".split(" ");
+export const TRAITS = [...Object.keys(SELECTION), ...COLOURING];
 
 export class State {
   constructor(model) {
@@ -24,7 +21,6 @@ export class State {
     return this.model.get(name);
   }
 
-  // Search for something else.
   ask(changes) {
     Object.assign(this.query, changes);
     if (this.model.query) this.model.save_changes();
@@ -64,7 +60,11 @@ export class State {
     return one === other || this.header.paired;
   }
 
-  // The sides that show a neuron of this one.
+  // One name for a neuron on all sides that share it.
+  nameOf(side, layer, neuron) {
+    return [this.header.paired ? 0 : side.number, layer, neuron].join();
+  }
+
   sharing(side) {
     return this.sides.filter((one) => this.shares(side, one));
   }
@@ -76,19 +76,16 @@ export class State {
 
   // The neuron whose values colour a side: the one under the pointer, else the selected one.
   shownNeuron(side) {
-    const { side: own, layer, neuron } = this.peeksAtNeuron() ? this.peek : this.selected();
+    const peeks = this.peek?.neuron !== undefined;
+    const { side: own, layer, neuron } = peeks ? this.peek : this.selected();
     const exists = layer !== null && neuron !== null;
     return exists && this.shares(own, side) ? { layer, neuron } : null;
   }
 
-  peeksAtNeuron() {
-    return this.peek?.neuron !== undefined;
-  }
-
   colouring(side) {
-    if (this.peeksAtNeuron() && this.shares(this.peek.side, side)) return "neuron";
-    const colour = this.get("colour");
-    return colour === "neuron" && !this.shownNeuron(side) ? "count" : colour;
+    const shown = this.shownNeuron(side);
+    const colour = this.peek?.neuron === undefined || !shown ? this.get("colour") : "neuron";
+    return colour === "neuron" && !shown ? "count" : colour;
   }
 
   // The tokens that share a scale; a neuron under the pointer has a scale of its own.
@@ -97,17 +94,13 @@ export class State {
     return how === "count" && this.get("scale") === "layer" ? "layer" : "all";
   }
 
-  // The selected token, and the one under the pointer, or those of this side that stand for them.
-  pinned(side) {
-    return this.tokenOf(this.selected(), side);
+  // The selected token, or the one of this side that stands for it.
+  pinned(side, { side: own, token } = this.selected()) {
+    return (token ?? side.T) < side.T && this.standsFor(own, side) ? token : null;
   }
 
   peeked(side) {
-    return this.tokenOf(this.peek ?? {}, side);
-  }
-
-  tokenOf({ side: own, token }, side) {
-    return (token ?? side.T) < side.T && this.standsFor(own, side) ? token : null;
+    return this.pinned(side, this.peek ?? {});
   }
 
   // The side from which the values of this one are subtracted, or null.
@@ -116,7 +109,6 @@ export class State {
     return this.get("difference") && this.header.aligned && side === right ? left : null;
   }
 
-  // The active neurons that a tile can hold.
   capacity() {
     const compression = this.get("compression");
     return compression ? Math.floor(this.header.tile / compression) - 1 : Infinity;

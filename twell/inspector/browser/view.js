@@ -23,13 +23,27 @@ export class View {
     this.state = new State(model);
     this.prefix = `tw${++views}-`;
     this.parts = []; // of each side with tokens: { passage, map }
-    // JupyterLab leaves keys alone below this attribute.
-    this.root = element("div.twell", { "data-lm-suppress-shortcuts": "true", tabindex: "-1" });
-    parent.append(this.root);
-    this.cards = new Cards(this);
     this.catalogs = new Map(); // by the number of a side
     this.asked = new Map(); // promises of chunks that Python computes
+    this.built = 0; // passages so far
+    this.chunks = 0; // answers of catalogs so far
+    this.cards = new Cards(this);
     this.browse = new Browse(this);
+    this.typing = new Typing(this);
+    this.head = element("div");
+    this.bar = element("div");
+    this.sides = element("div.tw-sides");
+    const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
+    const main = element("div.tw-main", this.sides, this.cards.box);
+    this.body = [
+      ...[this.bar, this.typing.nodes],
+      element("div.tw-body", main, this.browse.node),
+      element("div.tw-keys", keys, this.cards.spoken),
+    ];
+    // JupyterLab leaves keys alone below this attribute.
+    const about = { "data-lm-suppress-shortcuts": "true", tabindex: "-1" };
+    this.root = element("div.twell", about, this.head);
+    parent.append(this.root);
     this.life = new AbortController();
     this.listen(model);
     this.load();
@@ -39,6 +53,9 @@ export class View {
     const { signal } = this.life;
     const key = (event) => pressed(event, this.focused(event.target), this.state);
     (model.keys ?? this.root).addEventListener("keydown", key, { signal });
+    // What was clicked or typed is drawn before the reader can go on to the next control.
+    for (const act of ["click", "change"])
+      this.root.addEventListener(act, () => this.drawing && this.update(), { signal });
     const themed = () => this.themed();
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", themed, { signal });
     const page = new MutationObserver(themed);
@@ -50,17 +67,19 @@ export class View {
       signal.addEventListener("abort", () => model.off(name, react));
     };
     for (const trait of TRAITS) on(`change:${trait}`, () => this.changed(trait));
-    for (const trait of ["busy", "error", "texts"])
-      on(`change:${trait}`, () => this.typing?.show());
+    for (const trait of ["busy", "error", "texts"]) on(`change:${trait}`, () => this.typing.show());
     on("change:data", () => this.load());
-    on("change:query", () => this.browse.renew());
+    on("change:query", () => {
+      this.browse.node.open = this.state.query.finding;
+      this.schedule();
+    });
     on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
   }
 
   close() {
     this.life.abort();
     cancelAnimationFrame(this.drawing);
-    this.typing?.stop();
+    this.typing.stop();
     this.root.remove();
   }
 
@@ -75,7 +94,6 @@ export class View {
       const old = typeof DecompressionStream === "undefined";
       const why = old ? "it needs a browser of 2024 or later" : error.message;
       refill(this.root, element("p.tw-empty", `The passage cannot be shown: ${why}.`));
-      this.frame = null;
       return;
     }
     this.build();
@@ -88,7 +106,11 @@ export class View {
     if (!this.catalogs.has(of)) {
       const { model } = this.state;
       const load = (key) => (model.chunk ? model.chunk(key) : this.ask(key));
-      const catalog = new Catalog((name) => load(`${of}:${name}`), () => this.schedule());
+      const changed = () => {
+        this.chunks++;
+        this.schedule();
+      };
+      const catalog = new Catalog((name) => load(`${of}:${name}`), changed);
       if (!model.chunk)
         catalog.write = (layer, neuron, text) => {
           catalog.noted.set(`${layer}:${neuron}`, text);
@@ -112,45 +134,31 @@ export class View {
     if (!done) this.cards.neuron.unkept = error;
     else if (error) refuse(new Error(error));
     else done(buffers[0]);
+    this.chunks++;
     this.schedule();
   }
 
-  // The frame stays when another text is shown, so that whoever types keeps the cursor.
+  // Cards and boxes stay when another text is shown, so that whoever types goes on.
   build() {
     const { state } = this;
     const { sides, header } = state;
     state.ramps = themeOf(this.root, header.palettes);
-    if (this.frame?.sections.length !== sides.length) this.buildFrame();
     state.peek = null;
+    this.built++;
     const layout = sides.length === 2 ? "tw-two" : sides[0].T ? "tw-one" : "tw-nothing";
     this.root.className = `twell ${layout}`;
+    if (!this.bar.isConnected) refill(this.root, this.head, this.body);
     this.parts = sides.map((side) =>
       side.T ? { passage: new Passage(this, side), map: new ActivityMap(this, side) } : null,
     );
-    this.frame.passages.forEach((box, n) => refill(box, this.nodesOf(sides[n], this.parts[n])));
+    this.sections = sides.map((side, n) =>
+      element("section.tw-side", this.nodesOf(side, this.parts[n])),
+    );
+    refill(this.sides, this.sections);
     this.reveal = true;
-    this.built = (this.built ?? 0) + 1;
     this.typing.show();
     this.update();
     performance.mark("twell-painted");
-  }
-
-  buildFrame() {
-    const { sides } = this.state;
-    this.typing = new Typing(this);
-    const { boxes, message } = this.typing;
-    const own = boxes.length === sides.length; // one text for each side
-    const passages = sides.map(() => element("div"));
-    const sections = passages.map((box, n) => element("section.tw-side", own && boxes[n], box));
-    this.frame = { head: element("div.tw-head"), bar: element("div"), passages, sections };
-    const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
-    const main = element("div.tw-main", element("div.tw-sides", sections), this.cards.box);
-    refill(
-      this.root,
-      ...[this.frame.head, this.frame.bar, own ? [] : boxes, message],
-      element("div.tw-body", main, this.browse.node),
-      element("div.tw-keys", keys, this.cards.spoken),
-    );
   }
 
   nodesOf(side, part) {
@@ -162,7 +170,6 @@ export class View {
     return [facts, !side.catalog && element("p.tw-empty", empty)];
   }
 
-  // Name and size of a side: above all, or above each of two.
   facts(side) {
     const { name, of, start } = side.about;
     const overview = !side.T && side.catalog?.chunk("overview");
@@ -180,7 +187,7 @@ export class View {
     return element("div.tw-name", element("b", name), quiet);
   }
 
-  head() {
+  heading() {
     const { sides, header } = this.state;
     const most = Math.min(...sides.map((side) => side.about.strongest ?? Infinity));
     const notes = [];
@@ -192,11 +199,12 @@ export class View {
     if (!sides.every((side) => side.about.precise))
       notes.push("Values are rounded to bf16, within 0.4%.");
     notes.push(...header.reasons);
-    return [
+    return element(
+      "div.tw-head",
       sides.length === 1 && this.facts(sides[0]),
       changeStrip(this.state),
       notes.length > 0 && element("div.tw-note", notes.join(" ")),
-    ];
+    );
   }
 
   themed() {
@@ -208,39 +216,39 @@ export class View {
   }
 
   changed(trait) {
-    if (!this.state.header) return;
     if (["token", "side"].includes(trait)) this.reveal = true;
     this.schedule();
   }
 
   schedule() {
-    cancelAnimationFrame(this.drawing);
-    this.drawing = requestAnimationFrame(() => this.update());
+    this.drawing ??= requestAnimationFrame(() => this.update());
   }
 
   update() {
-    if (this.life.signal.aborted || !this.frame) return;
-    const focused = this.root.contains(this.active());
+    cancelAnimationFrame(this.drawing);
+    this.drawing = null;
     const { state } = this;
+    if (this.life.signal.aborted || !state.header) return;
+    // A box that leaves the page while it is drawn takes what was typed in it.
+    if (this.updating) return this.schedule();
+    this.updating = true;
+    const focused = this.root.contains(this.active());
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
     const traits = COLOURING.map((trait) => state.get(trait));
     const lacking = state.selected().neuron === null;
-    renew(this.frame.head, [this.built, known].join(), () => this.head());
-    renew(this.frame.bar, [this.built, lacking, ...traits].join(), () => bar(state));
-    this.paint();
-    this.cards.show();
-    this.browse.show();
-    // A card that closed had the focus: keys go on working.
-    if (focused && !this.root.contains(this.active())) this.root.focus({ preventScroll: true });
-    this.reveal = false; // the selected token comes into sight when it has changed,
-    this.keepPlace = false; // unless it was selected there
-  }
-
-  paint() {
+    renew(this.head, [["head", [this.built, known].join(), () => this.heading()]]);
+    renew(this.bar, [["bar", [this.built, lacking, ...traits].join(), () => bar(state)]]);
     for (const part of this.parts) {
       part?.passage.paint();
       part?.map.draw();
     }
+    this.cards.show();
+    this.browse.show();
+    // A card that closed had the focus: keys go on working.
+    if (focused && !this.root.contains(this.active())) this.root.focus({ preventScroll: true });
+    this.updating = false;
+    this.reveal = false; // the selected token comes into sight when it has changed,
+    this.keepPlace = false; // unless it was selected there
   }
 
   passageOf(side) {
@@ -253,7 +261,7 @@ export class View {
 
   // The side where a node stands, else the selected one.
   focused(node) {
-    const number = this.frame?.sections.findIndex((section) => section.contains(node));
+    const number = this.sections?.findIndex((section) => section.contains(node));
     return this.state.sides[number] ?? this.state.selected().side;
   }
 
@@ -262,17 +270,12 @@ export class View {
     const before = this.state.peek;
     const peek = token === undefined ? null : { side, token, layer };
     if (["side", "token", "layer"].every((name) => before?.[name] === peek?.[name])) return;
-    this.peek(peek, () => this.state.selected().token === null && this.cards.show());
+    this.peek(peek);
     if (peek) event.currentTarget.title = tokenTitle(this.state);
   }
 
-  // The pointer is on a neuron of a card, or left it.
-  peek(peek, after = () => {}) {
+  peek(peek) {
     this.state.peek = peek;
-    cancelAnimationFrame(this.peeking);
-    this.peeking = requestAnimationFrame(() => {
-      this.paint();
-      after();
-    });
+    this.schedule();
   }
 }

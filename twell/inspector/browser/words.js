@@ -1,7 +1,9 @@
 // Numbers as they are read.
 
 const ENGLISH = new Intl.NumberFormat("en"); // toLocaleString makes one each time
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact" });
 export const integer = (value) => ENGLISH.format(value);
+export const compact = (value) => COMPACT.format(value); // such as 10K
 
 export function number(value) {
   if (Number.isNaN(value)) return "NaN";
@@ -32,17 +34,9 @@ export function plural(count, word) {
   return `${integer(count)} ${word}${count === 1 ? "" : "s"}`;
 }
 
-export function superscript(exponent) {
-  const digits = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079";
-  return String(exponent).replace("-", "\u207b").replace(/\d/g, (digit) => digits[digit]);
-}
-
-// Powers of two as one writes them: 1/16, 4, -32, 2 to the -12.
 export function powerOfTwo(value) {
   const size = Math.abs(value);
-  const exponent = Math.log2(size);
-  let text = size < 1 && size ? `1/${1 / size}` : String(size);
-  if (size && (exponent > 12 || exponent < -8)) text = `2${superscript(exponent)}`;
+  const text = size > 0 && size < 1 && size > 0.001 ? `1/${1 / size}` : number(size);
   return (value < 0 ? MINUS : "") + text;
 }
 
