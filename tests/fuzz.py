@@ -1,4 +1,4 @@
-"""Random cases of the layer against fp64: python -m tests.fuzz --cases 300 [--training | --fp8]
+"""Random cases of the layer against fp64: python -m tests.fuzz --cases 300 [--training]
 
 One number names a case: path, sizes, dtype, biases, layout of x, activation, and a pattern of
 activity. Values are of two kinds:
@@ -27,6 +27,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import hypot
 from pathlib import Path
 
@@ -370,52 +371,39 @@ def check(case: Case, device: torch.device | str) -> float:
     return error
 
 
-def check_number(
-    seed: int, device: str, large: bool, train: bool, fp8: bool = False, path: str | None = None
-) -> tuple[Case, float]:
-    """The case of a number and its error; an error has the case as a note.
+def check_number(seed: int, device: str, train: bool) -> tuple[Case, float]:
+    """The case of a number and its error; an exception has the case as a note."""
+    from twell.kernels import options, training
 
-    fp8: all in FP8. path: all by this path of inference, row-wise, union or decode.
-    """
-    from twell.kernels import options
-
-    case = draw(seed, large=large)
-    if path and case.path != "twell":
-        case = replace(case, path=path)
+    case = draw(seed, large=device == "cuda")
     # These layers are too small for the gate on Hopper: force it in half of the cases.
     options.HOPPER_TILES = random.Random(seed).choice([0, 2])
-    if fp8 and case.path != "twell":
-        case = replace(case, fp8=True, dtype=torch.bfloat16)
+    check_case = check
     if train:
         from tests.fuzz_training import check_training
-        from twell.kernels import training
         from twell.sparse.training_ops import TRAIN_PATHS
 
         case = replace(case, path=random.Random(seed).choice(sorted(TRAIN_PATHS)), fp8=False)
         # Else few tokens would hardly leave any list.
         training.DENSE_FROM = random.Random(seed).choice([1, 16, 64])
+        check_case = partial(check_training, path=case.path, beyond=True)
     try:
-        if train:
-            return case, check_training(case, device, case.path, beyond=True)
-        return case, check(case, device)
+        return case, check_case(case, device)
     except Exception as error:
         error.add_note(str(asdict(case)))
         raise
 
 
-def check_range(
-    first: int, cases: int, small: bool, train: bool, fp8: bool, path: str | None
-) -> tuple[int, dict[tuple[str, str], float]]:
+def check_range(first: int, cases: int, train: bool) -> tuple[int, dict[tuple[str, str], float]]:
     """Check the cases of these numbers: how many failed, and the worst errors by path and type."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         memory.check_accesses()
-    large = device == "cuda" and not small
     worst: dict[tuple[str, str], float] = {}
     failed = 0
     for seed in range(first, first + cases):
         try:
-            case, error = check_number(seed, device, large, train, fp8, path)
+            case, error = check_number(seed, device, train)
         except Exception as problem:  # one bad case must not hide the others
             failed += 1
             notes = " ".join(getattr(problem, "__notes__", []))
@@ -431,28 +419,23 @@ def main() -> None:
     add = parser.add_argument
     add("--cases", type=int, default=300)
     add("--seed", type=int, default=0, help="number of the first case")
-    add("--small", action="store_true", help="the small sizes of the interpreter on a GPU too")
     add("--training", action="store_true", help="gradients too, on the paths of training")
-    add("--fp8", action="store_true", help="every case in FP8 that can be")
-    add("--path", choices=("rowwise", "union", "decode"), help="all by this path, but for twell")
     add("--jobs", type=int, default=1, help="processes, which share the GPU")
     add("--out", help="the folder of fuzz.csv")
     options = parser.parse_args()
     begin, size = time.monotonic(), -(-options.cases // options.jobs)
     end = options.seed + options.cases
     firsts = range(options.seed, end, size)
-    rest = options.small, options.training, options.fp8, options.path
-    parts = [(first, min(size, end - first), *rest) for first in firsts]
+    parts = [(first, min(size, end - first), options.training) for first in firsts]
     if options.jobs == 1:
-        results_of = [check_range(*parts[0])]
+        checked = [check_range(*parts[0])]
     else:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            results_of = pool.starmap(check_range, parts, chunksize=1)
-    failed = sum(number for number, _ in results_of)
+            checked = pool.starmap(check_range, parts, chunksize=1)
+    failed = sum(number for number, _ in checked)
     worst: dict[tuple[str, str], float] = {}
-    for _, errors in results_of:
-        for key, error in errors.items():
-            worst[key] = max(worst.get(key, 0.0), error)
+    for key, error in (pair for _, errors in checked for pair in errors.items()):
+        worst[key] = max(worst.get(key, 0.0), error)
     done = f"{options.cases} cases from {options.seed} on {results.device_name()}"
     print(f"{done}: {failed} failed, {time.monotonic() - begin:.0f} s")
     for (path, dtype), error in sorted(worst.items()):

@@ -10,7 +10,7 @@ import torch
 
 from tests import fuzz
 from tests.factories import SEED
-from tests.factories.ops import PATHS, weights_of
+from tests.factories.ops import PATHS
 from twell.kernels import options
 from twell.sparse.paper import ffn_twell
 
@@ -24,31 +24,9 @@ def integer_case(path="union", **changes):
     return replace(case, **changes)
 
 
-def layer_of(tensors):
-    """Tensors of a case as the kernels read them."""
-    _, *weights = tensors.values()
-    return weights_of(*weights)
-
-
 def run_as(architecture, monkeypatch):
     """Lets the interpreter take an architecture's launch options."""
     monkeypatch.setattr(options, "architecture", lambda device: architecture)
-
-
-def random(*shape):
-    """Uniform numbers, always the same."""
-    generator = torch.Generator(DEVICE).manual_seed(SEED)
-    return torch.rand(shape, generator=generator, device=DEVICE)
-
-
-def bits(tensor):
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def as_words(active):
-    """[M, 32 W] bool -> [M, W] int32, the first column in the lowest bit."""
-    place = torch.arange(32, device=active.device)
-    return (active.view(len(active), -1, 32).long() << place).sum(2).to(torch.int32)
 
 
 def as_flags(words):

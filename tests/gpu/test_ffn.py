@@ -92,21 +92,6 @@ def test_inductor_compiles_once_for_every_number_of_tokens():
 
 
 @two_gpus
-@pytest.mark.parametrize("activation, threshold", KINDS)
-@pytest.mark.parametrize("num_tokens", [1, 64, 2048])
-def test_two_gpus_are_one(num_tokens, activation, threshold):
-    """Each has half of the neurons; their partial sums are added."""
-    x, *weights = layer(num_tokens)
-    options = {"activation": activation, "threshold": threshold}
-    whole = twell.ffn(x, *weights, **options)
-    parts = []
-    for rank, neurons in enumerate((slice(0, 2816), slice(2816, 5632))):
-        shard = [weight[neurons].to(f"cuda:{rank}") for weight in weights]
-        parts.append(twell.ffn(x.to(f"cuda:{rank}"), *shard, **options).to("cuda:0"))
-    assert fuzz.relative_rms(sum(parts), whole.double()) < 8e-3
-
-
-@two_gpus
 def test_two_processes_with_nccl_compute_one_layer(tmp_path):
     """The all-reduce runs eagerly, and inside a CUDA graph."""
     sizes = [(None, 1), (None, 64), (None, 2048)]

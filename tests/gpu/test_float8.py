@@ -62,15 +62,3 @@ def test_compiled_and_in_a_graph(num_tokens):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(y, fresh)
-
-
-@torch.no_grad()
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("num_tokens", [1, 17, 2100])
-def test_a_device_that_is_not_the_current_one(num_tokens):
-    x, layer = quantized(num_tokens)
-    expected = layer(x)
-    there = layer.to("cuda:1")
-    with torch.cuda.device(0):
-        y = there(x.to("cuda:1"))
-    assert y.device.index == 1 and torch.equal(y.to("cuda:0"), expected)

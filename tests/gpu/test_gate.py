@@ -104,19 +104,3 @@ def test_a_graph_replays_it_with_new_tokens(monkeypatch):
     g = g.permute(1, 0, 2).flatten(1)
     assert torch.equal(g[:5632, :3000].contiguous().view(torch.int16), expected[0])
     assert torch.equal(bits[: len(expected[1]), :5632], expected[1])
-
-
-def test_two_streams_at_once(monkeypatch):
-    cases = [random_case(m, 2817, 2048, torch.bfloat16) for m in (3000, 5000)]
-    expected = [compute(case, monkeypatch, hopper=False) for case in cases]
-    streams = [torch.cuda.Stream() for _ in cases]
-    torch.cuda.synchronize()
-    results = [[], []]
-    for _ in range(5):
-        for case, stream, ours in zip(cases, streams, results, strict=True):
-            with torch.cuda.stream(stream):
-                ours.append(compute(case, monkeypatch))
-    torch.cuda.synchronize()
-    for ours, right in zip(results, expected, strict=True):
-        for result in ours:
-            assert all(torch.equal(a, b) for a, b in zip(result, right, strict=True))

@@ -13,7 +13,7 @@ from twell.__main__ import main
 from twell.measure import decode, imposed, model, runner, serving
 from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
-from twell.measure.providers import TRITON_COMPILED, model_providers
+from twell.measure.providers import TRITON_COMPILED
 from twell.measure.sides import Subject, embed, random_model
 from twell.measure.trainer import train_step
 from twell.sparse.plan import Chooser
@@ -50,14 +50,6 @@ def test_a_model_is_measured_in_every_way(tmp_path):
             expected = "dense"
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
     assert all(row["same"] > 0.9 for row in rows["decode"])
-
-
-def test_decoding_with_tuned_layers():
-    options = {"shapes": [], "active": [10], "decode": [1], "decode_context": 50}
-    rows = language_model("0.5b", SMALL, **options, compiled=True, tuned=True)
-    names = [provider.name for provider in model_providers(True, tuned=True)]
-    assert [row["provider"] for row in rows["decode"]] == names
-    assert all(row["same"] > 0.9 and row["p50"] > 0 for row in rows["decode"])
 
 
 def test_all_layers_share_the_compiled_code():
@@ -100,12 +92,6 @@ def test_a_layer_is_calibrated(tmp_path):
     calibration = calibrate(512, 1408, out=tmp_path / "c.json", tokens=(1, 64, 4096))
     assert {point.tokens for point in calibration.times} == {1, 64, 4096}
     assert crossover(512, 1408, tokens=2048) >= 0
-
-
-def test_the_command_line(tmp_path):
-    words = f"measure model 0.5b --batches 1x256 --active 20 --compile --out {tmp_path}"
-    assert main(words.split()) == 0
-    assert sorted(path.name for path in tmp_path.glob("*.csv")) == ["model.csv", "model_layers.csv"]
 
 
 def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):

@@ -11,16 +11,11 @@ from tests.factories.kernels import DEVICE, integer_case
 from tests.factories.ops import run
 from twell.kernels import common, dense
 from twell.sparse import reference
-from twell.sparse.activations import RELU, get_activation
-
-
-def rounded(tensors, dtype, act=RELU):
-    """y in `dtype` of the layer in fp64 that rounds g, u and h to `dtype`, as dense layers do."""
-    return fuzz.exact(tensors, dtype, dtype, dtype, dense=True, act=act)[1].to(dtype)
+from twell.sparse.activations import get_activation
 
 
 @pytest.mark.parametrize("compute", [functools.partial(run, "dense"), reference.ffn])
-@pytest.mark.parametrize("seed", range(SEED, SEED + 12))
+@pytest.mark.parametrize("seed", range(SEED, SEED + 8))
 def test_dense_path_in_a_random_case(compute, seed):
     case = fuzz.draw(seed, large=False)
     tensors = fuzz.layer(case, DEVICE)
@@ -29,13 +24,13 @@ def test_dense_path_in_a_random_case(compute, seed):
     few = int((fuzz.exact(tensors, act=case.act)[0] > 0).sum()) < fuzz.FEW  # see fuzz.check
     # cuBLAS may round parts of a sum, and once more before the bias.
     exact = case.values == "integer" and DEVICE == "cpu" and not case.act.squared
+    options, dtype = {"dense": True, "act": case.act}, case.dtype
     if exact or few:
-        slack = 0 if exact else fuzz.TWO_UNITS[case.dtype]
-        expected = rounded(tensors, case.dtype, case.act).double()
+        expected = fuzz.exact(tensors, dtype, dtype, dtype, **options)[1].to(dtype).double()
+        slack = 0 if exact else fuzz.TWO_UNITS[dtype]
         assert fuzz.relative_rms(y, expected) <= slack, case
     else:
-        _, expected = fuzz.exact(tensors, dense=True, act=case.act)
-        assert fuzz.relative_rms(y, expected) <= case.tolerance, case
+        assert fuzz.relative_rms(y, fuzz.exact(tensors, **options)[1]) <= case.tolerance, case
 
 
 @pytest.mark.parametrize("dtype", common.DTYPES)
@@ -55,10 +50,6 @@ def test_dense_product_of_every_kind_of_value(dtype, gated, name, threshold):
     torch.testing.assert_close(g.flatten(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_dense_path_of_several_programs_and_none():
-    case = integer_case(num_tokens=31, intermediate_size=401, hidden_size=32)
-    block = dense.launch_options("dense", torch.device(DEVICE))["BLOCK"]
-    assert 31 * 401 > 3 * block
-    tensors = fuzz.layer(case, DEVICE)
-    assert torch.equal(run("dense", *tensors.values()), rounded(tensors, case.dtype))
-    assert run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 32)
+def test_no_token():
+    tensors = fuzz.layer(integer_case(), DEVICE)
+    assert run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 48)

@@ -222,75 +222,62 @@ def run_programs(seed, num_steps, ignored=(), tiles=(5, 2), num_programs=2):
         raise Wrong("a panel is missing, or the sum of other products")
 
 
-@pytest.mark.parametrize("num_steps", [4, 5, 7])
+@pytest.mark.parametrize("num_steps", [4, 7])
 def test_roles_store_every_panel_in_any_order(num_steps):
-    for seed in range(5):
+    for seed in range(2):
         run_programs(seed, num_steps)
-        run_programs(seed, num_steps, tiles=(9, 3), num_programs=4)  # tiles for odd programs
+    run_programs(0, num_steps, tiles=(9, 3), num_programs=4)  # tiles for odd programs
     run_programs(0, num_steps, tiles=(1, 1), num_programs=1)
 
 
-@pytest.mark.parametrize("ignored", [("full[1]",), ("empty[1]",)], ids=str)
+@pytest.mark.parametrize("ignored", ["full[1]", "empty[1]"])
 def test_no_barrier_can_be_left_out(ignored):
     with pytest.raises(Wrong):
         for seed in range(20):
-            run_programs(seed, 7, ignored)
+            run_programs(seed, 7, (ignored,))
 
 
 # The choice between the kernels
 
 ENOUGH = 256 * 6 - 127, 5632  # 264 tiles of 128 x 256, two for each of 132 multiprocessors
+ON_H200 = {"architecture": "sm_90", "version": "3.6.0", "interpret": False}
 
 
-@pytest.fixture
-def hopper(monkeypatch):
-    """An H200 with Triton 3.6, as far as the choice can see."""
-    monkeypatch.setattr("triton.knobs.runtime.interpret", False)
-    monkeypatch.setattr("triton.__version__", "3.6.0")
-    monkeypatch.setattr(options, "architecture", lambda device: "sm_90")
+def use(monkeypatch, architecture, version, interpret):
+    """A device and a Triton, as far as the choice can see them."""
+    monkeypatch.setattr("triton.knobs.runtime.interpret", interpret)
+    monkeypatch.setattr("triton.__version__", version)
+    monkeypatch.setattr(options, "architecture", lambda device: architecture)
     monkeypatch.setattr(options, "num_processors", lambda device: 132)
-    return monkeypatch
-
-
-def chosen(num_tokens=ENOUGH[0], num_neurons=ENOUGH[1], k=256, by_neuron=True, bias=False):
-    w = torch.empty(num_neurons, k, dtype=torch.bfloat16, device="meta")
-    device = torch.device("cpu")
-    return options.hopper_gate(num_tokens, w, device, by_neuron=by_neuron, bias=bias)
-
-
-def test_hopper_takes_its_kernel_for_two_tiles_a_multiprocessor(hopper):
-    assert chosen() and not chosen(256 * 5) and not chosen(num_neurons=43 * 128)
-
-
-def test_what_the_kernel_for_hopper_cannot_compute(hopper):
-    assert not chosen(k=240)
-    assert chosen(by_neuron=False) and not chosen(by_neuron=False, bias=True)
-
-
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_100", "sm_103", "gfx942", "cpu"])
-def test_other_architectures_do_not(architecture, hopper):
-    hopper.setattr(options, "architecture", lambda device: architecture)
-    assert not chosen(2**20)
 
 
 @pytest.mark.parametrize(
-    "version, expected",
-    [("3.6.0", True), ("3.6.0+git9844da95", True), ("3.7.1", True)]
-    + [(version, False) for version in ("3.5.1", "3.8.0", "3.60.0", "4.0.0", "3.10.0")],
+    ("expected", "changes"),
+    [
+        (True, {}),
+        (False, {"num_tokens": 256 * 5}),  # fewer than two tiles a multiprocessor
+        (False, {"num_neurons": 43 * 128}),
+        (False, {"k": 240}),
+        (True, {"by_neuron": False}),
+        (False, {"by_neuron": False, "bias": True}),
+        *((False, {"architecture": name}) for name in ("sm_80", "sm_100", "gfx942", "cpu")),
+        *((True, {"version": version}) for version in ("3.6.0+git9844da95", "3.7.1")),
+        *((False, {"version": version}) for version in ("3.5.1", "3.8.0", "3.60.0", "3.10.0")),
+        (False, {"interpret": True}),
+    ],
 )
-def test_versions_of_gluon_that_compile_it(version, expected, hopper):
-    hopper.setattr("triton.__version__", version)
-    assert chosen() == expected
-
-
-def test_the_interpreter_does_not(hopper):
-    hopper.setattr("triton.knobs.runtime.interpret", True)
-    assert not chosen()
+def test_hopper_takes_its_kernel_where_it_can(expected, changes, monkeypatch):
+    use(monkeypatch, **ON_H200 | {name: changes[name] for name in ON_H200 if name in changes})
+    tokens, neurons = changes.get("num_tokens", ENOUGH[0]), changes.get("num_neurons", ENOUGH[1])
+    w = torch.empty(neurons, changes.get("k", 256), dtype=torch.bfloat16, device="meta")
+    given = {"by_neuron": True, "bias": False}
+    given |= {name: changes[name] for name in given if name in changes}
+    assert options.hopper_gate(tokens, w, torch.device("cpu"), **given) == expected
 
 
 @pytest.mark.parametrize("by_neuron", [True, False])
 @pytest.mark.parametrize("version", ["3.6.0", "3.8.0"])
-def test_gate_bits_launches_the_chosen_kernel(version, by_neuron, hopper):
+def test_gate_bits_launches_the_chosen_kernel(version, by_neuron, monkeypatch):
     launched = []
 
     class Recorder:
@@ -298,16 +285,15 @@ def test_gate_bits_launches_the_chosen_kernel(version, by_neuron, hopper):
             self.name = name
 
         def __getitem__(self, grid):
-            return lambda *arguments, **given: launched.append((self.name, grid, given))
+            return lambda *arguments, **given: launched.append((self.name, grid, given["BM"]))
 
-    hopper.setattr("triton.__version__", version)
-    hopper.setattr(gate, "num_processors", lambda device: 132)
-    hopper.setattr(gate, "gate_bits_kernel", Recorder("any"))
-    hopper.setattr(gate_hopper, "gate_hopper_kernel", Recorder("hopper"))
+    use(monkeypatch, **ON_H200 | {"version": version})
+    monkeypatch.setattr(gate, "num_processors", lambda device: 132)
+    monkeypatch.setattr(gate, "gate_bits_kernel", Recorder("any"))
+    monkeypatch.setattr(gate_hopper, "gate_hopper_kernel", Recorder("hopper"))
     x, w = (torch.empty(size, 256, dtype=torch.bfloat16) for size in ENOUGH)
     g, bits = gate.gate_bits(x, w, None, by_neuron=by_neuron)
-    ((name, grid, given),) = launched
-    assert name == ("hopper" if version == "3.6.0" else "any") and grid == (132,)
-    assert given["BM"] == (256 if by_neuron else 128)
+    name = "hopper" if version == "3.6.0" else "any"
+    assert launched == [(name, (132,), 256 if by_neuron else 128)]
     shapes = ((24, 5632, 64), (48, 5632)) if by_neuron else ((1409, 5632), (1536, 176))
     assert (g.shape, bits.shape) == shapes

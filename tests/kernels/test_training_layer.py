@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from tests.factories import SEED
-from tests.factories.kernels import DEVICE, random
+from tests.factories.kernels import DEVICE
 from tests.factories.sparse import watched
 from twell.sparse import training_ops
 from twell.sparse.layer import SparseFFN
@@ -14,7 +14,7 @@ from twell.sparse.order import TokenOrder
 from twell.sparse.training import SparseTraining
 
 PATHS = sorted(training_ops.TRAIN_PATHS)
-TOKENS = 20
+TOKENS = 8
 
 
 def layers(gated=True, bias=False, dtype=torch.float32):
@@ -22,7 +22,7 @@ def layers(gated=True, bias=False, dtype=torch.float32):
     torch.manual_seed(SEED)
     pair = []
     for name in ("dense", "triton"):
-        ffn = SparseFFN(48, 100, gated=gated, bias=bias, backend=name, device=DEVICE, dtype=dtype)
+        ffn = SparseFFN(48, 40, gated=gated, bias=bias, backend=name, device=DEVICE, dtype=dtype)
         pair.append(ffn)
     with torch.no_grad():
         for parameter in pair[0].parameters():
@@ -30,7 +30,7 @@ def layers(gated=True, bias=False, dtype=torch.float32):
         first = pair[0].gate_proj if gated else pair[0].up_proj
         first.weight[:, 0] = -1.5
     pair[1].load_state_dict(pair[0].state_dict())
-    pair[1].train_path, pair[1].capacity = "union", 100
+    pair[1].train_path, pair[1].capacity = "union", 40
     pair[1].outbox.watch_capacity = True
     x = torch.randn(2, TOKENS, 48, device=DEVICE, dtype=dtype)
     x[..., 0] = 1
@@ -61,14 +61,13 @@ def assert_close(results, expected, rtol=2**-7, atol=1e-3):
         ("union", torch.float32, True, True),
         ("union", torch.bfloat16, False, False),
         pytest.param("hybrid", torch.float32, True, False, marks=pytest.mark.slow),
-        pytest.param("hybrid", torch.bfloat16, False, True, marks=pytest.mark.slow),
     ],
 )
 def test_layer_has_the_gradients_of_the_dense_one(path, dtype, autocast, gated):
     dense, sparse, x = layers(gated, True, dtype)
     sparse.train_path = path
     expected, results = step(dense, x, autocast), step(sparse, x, autocast)
-    assert sparse.outbox.needed is not None, "the layer was computed densely"
+    assert sparse.outbox.needed is not None  # else the layer was computed densely
     for a, b in zip(results, expected, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         # Each is within 5e-3 of the exact one; biases' sums cancel.
@@ -79,7 +78,7 @@ def test_layer_has_the_gradients_of_the_dense_one(path, dtype, autocast, gated):
 
 def test_statistics_are_exact_with_padding():
     dense, sparse, x = layers()
-    mask = random(2, TOKENS) < 0.6
+    mask = torch.arange(2 * TOKENS, device=DEVICE).view(2, TOKENS) % 5 < 3
     for ffn in (dense, sparse):
         step(ffn, x, counts=True, token_mask=mask)
         step(ffn, x, counts=True, token_mask=mask)
@@ -130,24 +129,15 @@ def test_compiled_code_serves_every_capacity(path):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(sparse, fullgraph=True, backend=counter)
     expected = step(sparse, x)
-    for capacity in (100, 97, 91):
+    for capacity in (40, 37, 31):
         sparse.capacity = capacity
         assert_close(step(sparse, x, layer=compiled), expected)
     assert counter.frame_count == 2  # for the first, and for all others
 
 
-@pytest.mark.parametrize("path", ["union", "hybrid"])
-def test_training_is_the_same_in_any_order_of_the_tokens(path):
+def test_training_is_the_same_in_any_order_of_the_tokens():
     _, sparse, x = layers()
-    sparse.train_path = path
     expected = step(sparse, x)
-    seen = []
-
-    class Seen(TokenOrder):
-        def take(self, rows):
-            seen.append(len(rows))
-            return super().take(rows)
-
-    sparse.token_order = Seen(*TokenOrder.by(torch.arange(2 * TOKENS, device=DEVICE) * 7 % 11))
+    sparse.token_order = TokenOrder.by(torch.arange(2 * TOKENS, device=DEVICE) * 7 % 11)
     assert_close(step(sparse, x), expected)
-    assert seen == [2 * TOKENS] and sparse.outbox.needed is not None
+    assert sparse.outbox.needed is not None

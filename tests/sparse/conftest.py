@@ -6,7 +6,6 @@ import torch
 from tests.factories import SEED
 from tests.factories.ops import as_sparse_train
 from tests.factories.sparse import FakeKernels
-from twell.sparse.layer import SparseFFN
 
 
 @pytest.fixture(autouse=True)
@@ -18,24 +17,16 @@ def rng():
 
 @pytest.fixture
 def taken(monkeypatch):
-    """Names of the paths called, in order; no call takes the short way of dense ones."""
-    from twell.sparse import backends, ops
+    """Names of the paths that layers hand to the kernels, in order."""
+    from twell.sparse import ops
 
-    names, sparse, dense = [], ops.sparse_ffn, backends.dense
+    names, compute = [], ops.sparse_ffn
 
     def noted(x, weights, path, **options):
         names.append(path)
-        return sparse(x, weights, path, **options)
+        return compute(x, weights, path, **options)
 
     monkeypatch.setattr(ops, "sparse_ffn", noted)
-
-    def chosen(layer, *given):
-        if layer.backend == "auto" and not torch.is_grad_enabled():
-            names.append("dense")
-        return dense(layer, *given)
-
-    monkeypatch.setattr(backends, "dense", chosen)
-    monkeypatch.setattr(SparseFFN, "_is_quick", lambda *_: False)
     return names
 
 

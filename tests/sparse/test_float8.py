@@ -2,12 +2,10 @@
 
 import copy
 import io
-import re
 import warnings
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 
 import twell
@@ -25,7 +23,13 @@ def layer(gated=True, **changes):
     """A layer in bf16 of 80 neurons, of which few are active."""
     ffn = make(gated, True, dtype=torch.bfloat16, sizes=(32, 80), **changes).to(DEVICE).eval()
     with torch.no_grad():
-        (ffn.gate_proj if gated else ffn.up_proj).bias -= 1.5
+        ffn.first.bias -= 1.5
+    return ffn
+
+
+def quantized(*arguments, config=None, **changes):
+    ffn = layer(*arguments, **changes)
+    twell.quantize_(ffn, config)
     return ffn
 
 
@@ -45,47 +49,30 @@ def expected(ffn, x):
 @pytest.mark.parametrize(
     "gated, activation", [(True, "relu"), (False, "relu"), (True, "drelu"), (False, "relu2")]
 )
-@pytest.mark.parametrize("backend", ["dense", "reference", "triton", "auto"])
 @torch.no_grad()
-def test_every_backend_computes_the_reference(gated, activation, backend):
-    ffn, x = layer(gated, activation=activation), inputs(3, 7)
+def test_every_backend_computes_the_reference(gated, activation):
+    ffn, x = layer(gated, activation=activation), inputs(2, 2)
     before = ffn(x)
     twell.quantize_(ffn)
-    if backend == "triton" and twell.backend_status()["triton"]:
-        pytest.skip("no kernels here")
-    ffn.backend = backend
-    y = ffn(x)
-    assert y.shape == x.shape and y.dtype == torch.bfloat16
-    # The dense layer rounds u too, so a last bit of h may differ. A square doubles errors.
-    twice = 2 if activation == "relu2" else 1
-    limit = twice * (8e-3 if backend in ("dense", "auto") else 4e-3)
-    assert relative(y, expected(ffn, x)) < limit
-    assert 1e-3 < relative(y, before) < twice * 0.15
-    assert ffn(x[:0]).shape == (0, 7, 32)
-    assert "weight=float8_e4m3fn" in repr(ffn) and ffn.readable
+    twice = 2 if activation == "relu2" else 1  # a square doubles errors
+    for backend, why_not in twell.backend_status().items():
+        if why_not is not None:
+            continue
+        ffn.backend = backend
+        y = ffn(x)
+        assert y.shape == x.shape and y.dtype == torch.bfloat16
+        # The dense layer rounds u too, so a last bit of h may differ.
+        limit = twice * (8e-3 if backend in ("dense", "auto") else 4e-3)
+        assert relative(y, expected(ffn, x)) < limit
+        assert 1e-3 < relative(y, before) < twice * 0.15
+        assert ffn(x[:0]).shape == (0, 2, 32) and ffn.readable
 
 
-@triton_here
-@pytest.mark.parametrize("path", ["rowwise", "union", "decode", "dense"])
-@torch.no_grad()
-def test_every_path_and_silenced_neurons(path):
-    ffn, x = layer(backend="triton"), inputs(5)
-    twell.quantize_(ffn)
-    ffn.path = path
-    silent = torch.arange(80, device=DEVICE) % 3 == 0
-    ffn.edit = Edit((~silent).float())
-    part = copy.deepcopy(ffn)
-    part.down_proj.weight[:, silent] = 0
-    part.edit = None
-    assert relative(ffn(x), expected(part, x)) < 8e-3
-
-
-@GATED
-@pytest.mark.parametrize("backend", ["dense", "triton"])
+@pytest.mark.parametrize(
+    ("backend", "gated"), [("dense", True), pytest.param("triton", False, marks=triton_here)]
+)
 @torch.no_grad()
 def test_down_in_fp8_of_dense_passes(gated, backend):
-    if backend == "triton" and twell.backend_status()["triton"]:
-        pytest.skip("no kernels here")
     ffn, x = layer(gated), inputs(3, 7)
     before, names = copy.deepcopy(ffn), [*ffn.state_dict()]
     twell.quantize_(ffn, Float8DynamicActivationFloat8WeightConfig(down=True))
@@ -111,6 +98,7 @@ def test_down_in_fp8_of_dense_passes(gated, backend):
 @torch.no_grad()
 def test_undoing_restores_every_bit_that_was_kept(gated):
     ffn, x = layer(gated), inputs(9)
+    ffn.up_proj.bias.requires_grad_(False)
     before, weights = ffn(x), {name: t.clone() for name, t in ffn.state_dict().items()}
     twell.quantize_(ffn, KEEP)
     with warnings.catch_warnings(action="error"):
@@ -119,23 +107,22 @@ def test_undoing_restores_every_bit_that_was_kept(gated):
     assert all(torch.equal(ffn.state_dict()[name], weight) for name, weight in weights.items())
     twell.quantize_(ffn)
     values = ffn.up_proj.weight.float() * ffn.up_proj.weight_scale[:, None]
-    with pytest.warns(UserWarning, match=f"{1 + gated} weights were not kept in bf16"):
+    with pytest.warns(UserWarning, match=f"{1 + gated} weights were not kept"):
         twell.dequantize_(ffn)
     assert torch.equal(ffn.up_proj.weight, values.bfloat16())
     assert type(ffn.up_proj) is nn.Linear and ffn.up_proj.weight.requires_grad
-    with pytest.raises(ValueError, match="no layer in FP8; there is nothing to undo"):
+    assert not ffn.up_proj.bias.requires_grad
+    with pytest.raises(ValueError, match="no layer in FP8"):
         twell.dequantize_(ffn)
 
 
 @torch.no_grad()
 def test_weights_are_saved_moved_and_copied_as_they_are():
-    ffn, x = layer(), inputs(9)
-    twell.quantize_(ffn)
+    ffn, x = quantized(), inputs(9)
     y, file = ffn(x), io.BytesIO()
     torch.save(ffn.state_dict(), file)
     file.seek(0)
-    other = layer()
-    twell.quantize_(other)
+    other = quantized()
     other.load_state_dict(torch.load(file))
     assert torch.equal(other(x), y) and torch.equal(copy.deepcopy(ffn)(x), y)
     scale = ffn.up_proj.weight_scale.clone()
@@ -147,12 +134,10 @@ def test_weights_are_saved_moved_and_copied_as_they_are():
 
 @torch.no_grad()
 def test_the_layer_watches_and_compiles():
-    ffn, x = layer(), inputs(9)
-    twell.quantize_(ffn)
+    ffn, x = quantized(), inputs(9)
     g, _ = ffn.activations(x)
-    watched(ffn, x, counts=True)
+    _, l1 = watched(ffn, x, counts=True, wants_l1=True)
     assert torch.equal(ffn.stats.take()[0], (g != 0).sum(0))
-    _, l1 = watched(ffn, x, wants_l1=True)
     assert l1.shape == (9,) and l1.dtype == torch.float32
     compiled = torch.compile(ffn, fullgraph=True, backend="aot_eager")
     assert relative(compiled(x), ffn(x)) < 8e-3
@@ -161,57 +146,41 @@ def test_the_layer_watches_and_compiles():
         assert torch.equal(ffn(wide), ffn(wide.bfloat16()))
 
 
-@triton_here
-@torch.no_grad()
-def test_auto_sees_the_activity_of_fp8():
-    ffn, x = layer(backend="auto"), inputs(200)
-    twell.quantize_(ffn)
-    for _ in range(3):
-        ffn(x)
-    active, union = ffn.observed
-    g, _ = ffn.activations(x)
-    assert active == pytest.approx(float((g != 0).sum(1).double().mean()), rel=0.15)
-    assert 0 < union <= 80
-
-
 def test_a_calibration_is_of_the_layers_precision():
     ffn = layer()
     times = default(32, 80, True)
     ffn.calibration = times
     twell.quantize_(ffn)
     assert ffn.calibration is None
-    with pytest.raises(ValueError, match="for bfloat16; this layer has FP8 weights"):
+    with pytest.raises(ValueError, match="bfloat16.*FP8"):
         ffn.calibration = times
 
 
 def test_training_and_other_types_are_refused():
-    ffn, x = layer(), inputs(4)
-    twell.quantize_(ffn)
+    ffn, x = quantized(), inputs(4)
     for backend in ("dense", "auto"):
         ffn.backend = backend
-        with pytest.raises(RuntimeError, match="no gradients; use torch.no_grad()"):
+        with pytest.raises(RuntimeError, match="no gradients"):
             ffn(x)  # down has weights to train
-    with pytest.raises(ValueError, match="FP8 weights, which cannot train"):
+    with pytest.raises(ValueError, match="FP8"):
         twell.SparseTraining(ffn)
     ffn.requires_grad_(False)
     assert ffn(x).shape == x.shape
     with pytest.raises(RuntimeError, match="no gradients"):
         ffn(x.clone().requires_grad_())
-    for dtype in (torch.float32, torch.float16):
-        with pytest.raises(TypeError, match=f"x is {dtype}; .* computes in torch.bfloat16"):
-            ffn(x.to(dtype))
+    with pytest.raises(TypeError, match="torch.float16"):
+        ffn(x.half())
 
 
 @torch.no_grad()
 def test_weights_of_the_other_kind_are_not_loaded():
-    ffn, plain = layer(), layer()
-    twell.quantize_(ffn, KEEP)
+    ffn, plain = quantized(config=KEEP), layer()
     before = {name: tensor.clone() for name, tensor in ffn.state_dict().items()}
-    with pytest.raises(ValueError, match="gate_proj.weight is torch.bfloat16, .* has FP8 weights"):
+    with pytest.raises(ValueError, match="gate_proj.weight is torch.bfloat16"):
         ffn.load_state_dict(plain.state_dict())
     assert torch.equal(ffn.gate_proj.weight_scale, before["gate_proj.weight_scale"])
     kept = plain.gate_proj.weight.clone()
-    with pytest.raises(ValueError, match="gate_proj.weight is in FP8; twell.quantize_ the layer"):
+    with pytest.raises(ValueError, match="gate_proj.weight is in FP8"):
         plain.load_state_dict(before, strict=False)
     assert torch.equal(plain.gate_proj.weight, kept)
     # Other weights than those that were kept: the kept ones are not put back.
@@ -224,42 +193,13 @@ def test_weights_of_the_other_kind_are_not_loaded():
     assert relative(ffn.up_proj.weight, weight) < 0.05
 
 
-@torch.no_grad()
-def test_what_a_projection_was_comes_back():
-    ffn = layer().requires_grad_(False)
-    ffn.down_proj.requires_grad_(True)
-    add_hook_to_module(ffn.up_proj, AlignDevicesHook(execution_device=DEVICE))
-    twell.quantize_(ffn, KEEP)
-    assert ffn.readable and not ffn.up_proj.training
-    twell.dequantize_(ffn)
-    flags = {name: p.requires_grad for name, p in ffn.named_parameters()}
-    assert {name for name, flag in flags.items() if flag} == {"down_proj.weight", "down_proj.bias"}
-    assert ffn.readable and not ffn.up_proj.training and hasattr(ffn.up_proj, "_hf_hook")
-
-
-@torch.no_grad()
-def test_rows_of_any_strides():
-    ffn, x = layer(), inputs(32)
-    twell.quantize_(ffn)
-    for backend in ("dense", "reference", "auto"):
-        ffn.backend = backend
-        ffn(x)  # what "auto" sees in it decides the path of both calls below
-        assert torch.equal(ffn(x.t().contiguous().t()), ffn(x))
-        assert ffn(x[:0]).shape == (0, 32)
-
-
-def _with_nan(ffn):
+def with_nan(ffn):
     ffn.up_proj.weight.data[3, 4] = float("nan")
     return ffn
 
 
-def _with_hook(ffn):
+def with_hook(ffn):
     ffn.gate_proj.register_forward_hook(lambda *_: None)
-    return ffn
-
-
-def _twice(ffn):
-    twell.quantize_(ffn)
     return ffn
 
 
@@ -268,41 +208,39 @@ class Float8WeightOnlyConfig:
 
 
 @pytest.mark.parametrize(
-    "make_layer, config, message",
+    "make_layer, config, value",
     [
-        (lambda: nn.Linear(16, 16), None, "has no SparseFFN layer"),
-        (lambda: layer().float(), None, "gate_proj of layer 0 is torch.float32; expected"),
-        (lambda: layer(activation="silu"), None, "activation 'silu'; FP8 is for kinds of ReLU"),
-        (lambda: _with_nan(layer()), None, "up_proj of layer 0 has NaN or infinite weights"),
-        (lambda: _with_hook(layer()), None, "gate_proj of layer 0 is an nn.Linear with hooks"),
-        (lambda: _twice(layer()), None, "layer 0 is in FP8 already"),
-        (lambda: twell.SparseFFN(24, 8, dtype=torch.bfloat16), None, "hidden_size=24; expected a"),
-        (layer, Float8WeightOnlyConfig(), "config is a Float8WeightOnlyConfig; expected"),
-        (layer, "fp8", "config is a str; expected"),
+        (lambda: nn.Linear(16, 16), None, "no SparseFFN"),
+        (lambda: layer().float(), None, "gate_proj of layer 0 is torch.float32"),
+        (lambda: layer(activation="silu"), None, "'silu'"),
+        (lambda: with_nan(layer()), None, "up_proj of layer 0"),
+        (lambda: with_hook(layer()), None, "gate_proj of layer 0"),
+        (quantized, None, "layer 0 is in FP8 already"),
+        (lambda: twell.SparseFFN(24, 8, dtype=torch.bfloat16), None, "hidden_size=24"),
+        (layer, Float8WeightOnlyConfig(), "Float8WeightOnlyConfig"),
+        (layer, "fp8", "str"),
     ],
 )
-def test_what_cannot_be_quantised_is_named_and_stays(make_layer, config, message):
+def test_what_cannot_be_quantised_is_named_and_stays(make_layer, config, value):
     module = make_layer()
     before = repr(module)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=value):
         twell.quantize_(module, config)
     assert repr(module) == before
 
 
 def test_torchao_configurations_are_understood():
-    class Float8DynamicActivationFloat8WeightConfig:
-        granularity = [PerRow(), PerRow()]
+    def config(**fields):
+        name = "Float8DynamicActivationFloat8WeightConfig"
+        return type(name, (), {"granularity": [PerRow(), PerRow()]} | fields)()
 
-    ffn = layer()
-    twell.quantize_(ffn, Float8DynamicActivationFloat8WeightConfig())
-    assert isinstance(ffn.gate_proj, Float8Linear)
-    Float8DynamicActivationFloat8WeightConfig.activation_value_lb = 0.1
-    with pytest.raises(ValueError, match="activation_value_lb of config is 0.1; expected None"):
-        twell.quantize_(layer(), Float8DynamicActivationFloat8WeightConfig())
-    del Float8DynamicActivationFloat8WeightConfig.activation_value_lb
-    Float8DynamicActivationFloat8WeightConfig.granularity = ["PerTensor()", PerRow()]
-    with pytest.raises(ValueError, match="granularity is 'PerTensor..'; expected PerRow()"):
-        twell.quantize_(layer(), Float8DynamicActivationFloat8WeightConfig())
+    assert isinstance(quantized(config=config()).gate_proj, Float8Linear)
+    for fields, value in (
+        ({"activation_value_lb": 0.1}, "activation_value_lb of config is 0.1"),
+        ({"granularity": ["PerTensor()", PerRow()]}, "'PerTensor..'"),
+    ):
+        with pytest.raises(ValueError, match=value):
+            twell.quantize_(layer(), config(**fields))
 
 
 def test_gpus_without_fp8_are_named(monkeypatch):
@@ -310,7 +248,6 @@ def test_gpus_without_fp8_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     monkeypatch.setattr(torch.version, "hip", None)
-    reason = r"NVIDIA A100 \(sm_80\) has no tensor cores for FP8"
-    assert re.match(reason, float8.why_not(cuda))
+    assert "NVIDIA A100 (sm_80)" in float8.why_not(cuda)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert float8.why_not(cuda) is None

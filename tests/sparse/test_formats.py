@@ -6,9 +6,8 @@ import torch
 from tests.factories.sparse import BITS, PATTERNS, bits_of, dense_matrix, entries_by_row
 from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
 
-SHAPES = [(0, 300), (1, 1), (1, 257), (7, 300), (70, 100), (3, 512)]
+SHAPES = [(0, 300), (1, 1), (1, 257), (7, 300), (70, 100)]
 PACKS = [ELL.pack, TwELL.pack, PackedTwELL.pack, Hybrid.pack, TileUnion.pack]
-over_matrices = pytest.mark.parametrize("pattern", PATTERNS)
 
 
 def filled(entries, width):
@@ -58,9 +57,11 @@ def assert_overflow(packed, dense, tiles, capacity):
     assert bits_of(packed.overflow_values) == expected
 
 
-@over_matrices
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("pattern", "dtype"),
+    [*((pattern, torch.bfloat16) for pattern in PATTERNS), ("heavy", torch.float32)],
+)
 class TestAgainstLoops:
     def test_ell(self, shape, pattern, dtype):
         dense = dense_matrix(pattern, shape, dtype)
@@ -133,36 +134,31 @@ class TestAgainstLoops:
         assert_unpacks(packed, dense)
 
 
-@over_matrices
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pattern", ["empty", "full", "heavy"])
 def test_hybrid_transposes_and_keeps_the_pattern_where_values_are_zero(shape, pattern):
     dense = dense_matrix(pattern, shape)
     g = Hybrid.pack(dense, ell_width=5)
-    for sizes in ((), (3,), (3, 400)):
-        transposed = g.transpose(*sizes)
+    for width, rows in ((None, None), (3, None), (3, 400)):
+        transposed = g.transpose(width, rows)
         assert_unpacks(transposed, dense.t().contiguous())
-        width = sizes[0] if sizes else -(-2 * int(g.nnz) // shape[1])
+        width = -(-2 * int(g.nnz) // shape[1]) if width is None else width
         assert transposed.ell.values.shape[1] == width
         needed = int((dense != 0).sum(0).gt(width).sum())
-        assert len(transposed.backup) == (sizes[1] if len(sizes) == 2 else needed)
+        assert len(transposed.backup) == (needed if rows is None else rows)
         assert_unpacks(transposed.transpose(), dense)
     rows, columns, _ = g.entries()
-    values = torch.randn(len(rows))
+    values, expected = torch.randn(len(rows)), torch.zeros(shape)
     values[::2] = 0
-    u, expected = g.with_entries(values), torch.zeros(shape)
     expected[rows, columns] = values
-    for given, part in zip((rows, columns, values), u.entries(), strict=True):
-        assert part.equal(given)
-    assert u.unpack().equal(expected) and u.nnz == g.nnz
-    assert u.pattern is g.backup and u.slot is g.slot and u.ell.indices is g.ell.indices
-    nothing = u.with_entries(torch.zeros_like(values))
-    assert nothing.nnz == g.nnz and not nothing.unpack().any() and nothing.pattern is g.backup
+    u = g.with_entries(values)
+    assert all(map(torch.equal, u.entries(), (rows, columns, values)))
     transposed = u.transpose(ell_width=3)
-    assert transposed.nnz == g.nnz and transposed.unpack().equal(expected.t())
+    assert u.unpack().equal(expected) and transposed.unpack().equal(expected.t())
     order = sorted(zip(columns.tolist(), rows.tolist(), strict=True))
     m, n, _ = transposed.entries()
     assert list(zip(m.tolist(), n.tolist(), strict=True)) == order
-    assert nothing.transpose(ell_width=3).transpose(ell_width=5).nnz == g.nnz
+    assert transposed.transpose(ell_width=5).nnz == u.nnz == g.nnz
 
 
 def test_transpose_of_more_tokens_than_16_bits_count():
@@ -171,7 +167,6 @@ def test_transpose_of_more_tokens_than_16_bits_count():
     dense[[0, 7], 2] = 3.0
     transposed = Hybrid.pack(dense, ell_width=1).transpose(ell_width=1)
     assert transposed.ell.indices.dtype == torch.int32 and transposed.unpack().equal(dense.t())
-    assert Hybrid.pack(dense[1:], ell_width=1).transpose(1).ell.indices.dtype == torch.uint16
 
 
 @pytest.mark.parametrize("pack", PACKS)
@@ -181,17 +176,13 @@ def test_wide_matrices_every_dtype_strides_and_devices(pack):
     assert_unpacks(pack(dense), dense)
     for dtype in BITS:
         dense = dense_matrix("heavy", (30, 300), dtype)
-        if pack == PackedTwELL.pack and dtype.itemsize > 2:
-            with pytest.raises(TypeError, match=f"{dtype}, expected torch.bfloat16 or torch.fl"):
-                pack(dense)
-        else:
+        if pack != PackedTwELL.pack or dtype.itemsize == 2:
             assert_unpacks(pack(dense), dense)
     dense = dense_matrix("heavy", (300, 40))
     packed = pack(dense.t())
     assert_unpacks(packed, dense.t().contiguous())
     moved = packed.to("meta")
-    assert type(moved) is type(packed) and moved.shape == packed.shape
-    assert moved.nbytes == packed.nbytes
+    assert moved.shape == packed.shape and moved.nbytes == packed.nbytes
     parts = [*vars(moved).values(), *vars(getattr(moved, "ell", moved)).values()]
     assert all(part.is_meta for part in parts if isinstance(part, torch.Tensor))
 
@@ -211,47 +202,34 @@ def test_a_full_tile_does_not_overflow_and_one_more_does(cls):
 
 # --- refusals
 
-
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize(
-    ("dense", "error", "match"),
-    [
-        (torch.zeros(3), ValueError, r"shape \(3,\)"),
-        (torch.zeros(2, 3, 4), ValueError, r"shape \(2, 3, 4\)"),
-        (torch.zeros(2, 65_537), ValueError, "columns.* 65537, expected 1 to 65536"),
-        (torch.zeros(2, 0), ValueError, "columns.* 0, expected 1 to 65536"),
-        (torch.zeros(2, 3, dtype=torch.int64), TypeError, "torch.int64"),
-        (torch.zeros(2, 3, dtype=torch.bool), TypeError, "torch.bool"),
-    ],
-)
-def test_pack_refuses(pack, dense, error, match):
-    with pytest.raises(error, match=match):
-        pack(dense)
+EIGHT = torch.ones(2, 8, dtype=torch.bfloat16)
 
 
-def test_capacities_that_do_not_fit_are_refused():
-    ones = torch.ones(2, 8, dtype=torch.bfloat16)
-    for cls in (TwELL, PackedTwELL):
-        for tile_n, compression in ((256, 7), (0, 1), (8, 0), (8, 16), (-8, 8)):
-            with pytest.raises(ValueError, match=f"tile_n={tile_n} .*compression={compression}"):
-                cls.pack(ones, tile_n, compression)
-    with pytest.raises(ValueError, match="tile_n=8 with compression=8 .*compression of at most 4"):
-        PackedTwELL.pack(ones, 8, 8)
-    assert_unpacks(PackedTwELL.pack(ones, 8, 4), ones)
-    assert_unpacks(TwELL.pack(ones, 8, 8), ones)
-    for block_m in (0, -3):
-        with pytest.raises(ValueError, match=f"block_m={block_m}"):
-            TileUnion.pack(ones, block_m)
-    dense = torch.zeros(5, 30)
-    dense[2, :7] = dense[3, :9] = 1
-    with pytest.raises(ValueError, match="row 3 has 9 non-zeros, more than width=8; a width of 9"):
-        ELL.pack(dense, 8)
-    dense = dense_matrix("full", (9, 40))
-    dense[4] = 0
-    with pytest.raises(BufferOverflow, match="8 rows have more than ell_width=39") as caught:
-        Hybrid.pack(dense, ell_width=39, backup_rows=7)
-    assert caught.value.needed == 8
-    assert_unpacks(Hybrid.pack(dense, ell_width=39, backup_rows=8), dense)
+def test_what_just_fits_and_what_does_not():
+    for pack in PACKS:
+        for dense, error, value in (
+            (torch.zeros(3), ValueError, r"\(3,\)"),
+            (torch.zeros(2, 65_537), ValueError, "65537"),
+            (torch.zeros(2, 0), ValueError, "columns.* 0"),
+            (torch.zeros(2, 3, dtype=torch.int64), TypeError, "torch.int64"),
+        ):
+            with pytest.raises(error, match=value):
+                pack(dense)
+    for pack, sizes, error, value in (
+        (TwELL.pack, (256, 7), ValueError, "compression=7"),
+        (TwELL.pack, (0, 1), ValueError, "tile_n=0"),
+        (PackedTwELL.pack, (8, 8), ValueError, "at most 4"),
+        (TileUnion.pack, (0,), ValueError, "block_m=0"),
+        (ELL.pack, (7,), ValueError, "row 0 has 8 .*width=7"),
+        (Hybrid.pack, (7, 1), BufferOverflow, "2 rows .*ell_width=7"),
+    ):
+        with pytest.raises(error, match=value) as caught:
+            pack(EIGHT, *sizes)
+    assert caught.value.needed == 2
+    with pytest.raises(TypeError, match="torch.float32"):
+        PackedTwELL.pack(EIGHT.float())
+    for pack, *sizes in ((PackedTwELL.pack, 8, 4), (TwELL.pack, 8, 8), (Hybrid.pack, 7, 2)):
+        assert_unpacks(pack(EIGHT, *sizes), EIGHT)
 
 
 def shorter(t):
@@ -263,37 +241,29 @@ def narrower(t):
 
 
 @pytest.mark.parametrize(
-    ("pack", "error", "changes"),
+    ("pack", "error", "name", "change"),
     [
-        (ELL.pack, ValueError, {"values": lambda t: t[0], "indices": narrower, "counts": shorter}),
-        (ELL.pack, TypeError, dict.fromkeys(("values", "indices"), torch.Tensor.int)),
-        (ELL.pack, TypeError, {"counts": torch.Tensor.long}),
-        (TwELL.pack, ValueError, dict.fromkeys(("values", "indices", "counts"), narrower)),
-        (TwELL.pack, ValueError, {"overflow_rows": shorter, "overflow_values": narrower}),
-        (TwELL.pack, ValueError, {"n_cols": lambda n: n + 256, "compression": lambda n: 7}),
-        (TwELL.pack, TypeError, {"values": torch.Tensor.float, "indices": torch.Tensor.int}),
-        (TwELL.pack, TypeError, dict.fromkeys(("counts", "overflow_rows"), torch.Tensor.long)),
-        (PackedTwELL.pack, ValueError, {"words": narrower, "n_cols": lambda n: 65_537}),
-        (PackedTwELL.pack, TypeError, {"words": torch.Tensor.long}),
-        (PackedTwELL.pack, TypeError, {"overflow_values": torch.Tensor.float}),
-        (Hybrid.pack, ValueError, {"backup": narrower, "slot": lambda t: torch.cat([t, t])}),
-        (Hybrid.pack, ValueError, {"pattern": lambda t: torch.zeros(1, 1)}),
-        (Hybrid.pack, TypeError, {"backup": torch.Tensor.float, "slot": torch.Tensor.long}),
-        (TileUnion.pack, ValueError, {"values": shorter, "offsets": shorter}),
-        (TileUnion.pack, ValueError, {"block_m": lambda n: 0}),
-        (TileUnion.pack, TypeError, dict.fromkeys(("values", "offsets"), torch.Tensor.int)),
-        (TileUnion.pack, TypeError, {"indices": torch.Tensor.long}),
+        (ELL.pack, ValueError, "indices", narrower),
+        (ELL.pack, ValueError, "counts", shorter),
+        (ELL.pack, TypeError, "indices", torch.Tensor.int),
+        (TwELL.pack, ValueError, "values", narrower),
+        (TwELL.pack, ValueError, "overflow_values", narrower),
+        (TwELL.pack, ValueError, "tile_n", lambda n: 7),
+        (TwELL.pack, TypeError, "overflow_rows", torch.Tensor.long),
+        (PackedTwELL.pack, ValueError, "words", narrower),
+        (PackedTwELL.pack, TypeError, "overflow_values", torch.Tensor.float),
+        (Hybrid.pack, ValueError, "backup", narrower),
+        (Hybrid.pack, ValueError, "slot", lambda t: torch.cat([t, t])),
+        (Hybrid.pack, ValueError, "pattern", lambda t: torch.zeros(1, 1)),
+        (TileUnion.pack, ValueError, "values", shorter),
+        (TileUnion.pack, ValueError, "offsets", shorter),
+        (TileUnion.pack, TypeError, "indices", torch.Tensor.long),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_by_name(pack, error, changes):
+def test_parts_that_do_not_fit_are_refused_by_name(pack, error, name, change):
     dense = torch.ones(4, 300, dtype=torch.bfloat16)
     dense[0] = 0
     packed = pack(dense)
     type(packed)(**vars(packed))
-    # A number or a row list that does not fit shows in the tensor beside it.
-    blamed = {"n_cols": "n_cols|overflow_values", "overflow_rows": "overflow_"}
-    blamed["compression"] = "tile_n"
-    for name, change in changes.items():
-        parts = vars(packed) | {name: change(getattr(packed, name))}
-        with pytest.raises(error, match=f"({blamed.get(name, name)}).*(expected|must be)"):
-            type(packed)(**parts)
+    with pytest.raises(error, match=name):
+        type(packed)(**vars(packed) | {name: change(getattr(packed, name))})

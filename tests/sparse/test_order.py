@@ -2,10 +2,9 @@ import copy
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from tests.factories import SEED
-from tests.factories.sparse import DEVICE, make, make_auto, positive, relative, triton_here, watched
+from tests.factories.sparse import make, make_auto, positive, relative, triton_here, watched
 from twell.sparse.observe import Result
 from twell.sparse.order import TokenOrder, similar_side_by_side
 
@@ -32,9 +31,8 @@ def test_an_order_is_stable_and_undone_with_its_gradient():
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("gated", [True, False])
-def test_a_layer_computes_the_same_in_any_order(gated, training):
-    ffn = make(gated, bias=True, backend="reference").train(training)
+def test_a_layer_computes_the_same_in_any_order(training):
+    ffn = make(bias=True, backend="reference").train(training)
     other = copy.deepcopy(ffn)
     other.token_order = an_order(2 * 35)
     x = torch.randn(2, 35, 24, dtype=torch.float64)
@@ -51,20 +49,23 @@ def test_a_layer_computes_the_same_in_any_order(gated, training):
     assert all(map(torch.equal, ffn.stats.take(), other.stats.take()))
 
 
-class Untouchable(TokenOrder):
-    def take(self, rows):
-        raise AssertionError("the order is used")
-
-
 def test_an_order_is_used_only_where_it_belongs():
+    used = []
+
+    class Noting(TokenOrder):
+        def take(self, rows):
+            used.append(len(rows))
+            return super().take(rows)
+
     ffn, x = make(backend="reference").eval(), torch.randn(5, 24, dtype=torch.float64)
-    ffn.token_order = Untouchable(*an_order(5))
-    with pytest.raises(AssertionError, match="the order is used"):
-        ffn(x)
+    ffn.token_order = Noting(*an_order(5))
+    ffn(x)
+    assert used == [5]
     ffn(x[:4])  # of another call
     watched(ffn, x, counts=True, token_mask=torch.tensor([1, 1, 1, 0, 1]))  # is in text order
     ffn.backend = "dense"
     ffn(x)
+    assert used == [5]
 
 
 @triton_here
@@ -73,15 +74,12 @@ def test_kernels_see_the_tokens_in_order(taken):
     with torch.no_grad():  # which three neurons are active depends on the sign of a token
         ffn.up_proj.weight.copy_(ffn.up_proj.weight.abs())
     x[::2] *= -1
-    ffn.observe(35, 70)
     ffn.backend, ffn.path = "triton", "union"
     order = TokenOrder.by((x[:, 0] < 0).long())
     with torch.no_grad():
         y = ffn(x)
         ffn.token_order = order
-        again = ffn(x)
-        assert taken == ["union", "union"]
-        assert relative(again, y) < 1e-3
+        assert relative(ffn(x), y) < 1e-3 and taken == ["union", "union"]
         unions = []
         for ffn.backend, ffn.token_order in (("auto", None), ("auto", order)):
             ffn.chooser.freeze(None)  # counts anew
@@ -90,20 +88,6 @@ def test_kernels_see_the_tokens_in_order(taken):
                 ffn(x)
             unions.append(ffn.observed[1])
         assert unions[0] == 70 and unions[1] < 40
-
-
-@triton_here
-def test_compiled_code_takes_any_order():
-    torch.compiler.reset()
-    ffn, graphs, x = make_auto(), CompileCounter(), positive(70)
-    ffn.observe(3, 3)
-    compiled = torch.compile(ffn, fullgraph=True, backend=graphs)
-    with torch.no_grad():
-        y = ffn(x)
-        for seed in range(2):
-            ffn.token_order = TokenOrder.by(torch.arange(70, device=DEVICE) * (7 + seed) % 70)
-            assert relative(compiled(x), y) < 1e-3
-    assert graphs.frame_count == 1
 
 
 def test_similar_vectors_are_side_by_side():

@@ -1,6 +1,7 @@
 import copy
 import math
 import pickle
+from itertools import pairwise
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch.nn import functional as F
 
 from tests.factories.sparse import from_grid, random_grid, threshold
 from twell.sparse import plan
-from twell.sparse.calibration import BLOCK, DECODE_CHUNK, Floor
+from twell.sparse.calibration import BLOCK
 from twell.sparse.plan import POWERS, Chooser
 
 CPU, DENSE = torch.device("cpu"), ((POWERS[-1], "dense"),)
@@ -41,21 +42,19 @@ def test_a_fresh_layer_is_dense_unless_told_what_to_expect():
     chooser.calibration = threshold()
     assert chooser.plans["eager"] == DENSE
     chooser.calibration = threshold(expected=(2.0, 50.0))
-    assert (
-        chooser.plans["eager"] == ((32, "decode"), (POWERS[-1], "union"))
-        and chooser.observed is None
-    )
+    assert chooser.plans["eager"] == ((32, "decode"), (POWERS[-1], "union"))
+    assert chooser.observed is None
     assert [chooser.path(m) for m in (1, 32, 33, 10**9)] == ["decode", "decode", "union", "union"]
     chooser.observe(1000, 1000)
     assert chooser.plans["eager"] == DENSE  # an observation counts more
     chooser.observe(2, 50)
     chooser.calibration = threshold(crossing=40.0)
     assert chooser.path(4096) == "dense"  # a new calibration, a new plan
-    with pytest.raises(ValueError, match=r"for hidden_size=32, .*=500, gated=True; this layer has"):
+    with pytest.raises(ValueError, match="intermediate_size=500.*intermediate_size=1000"):
         chooser.calibration = threshold(intermediate_size=500)
 
 
-@pytest.mark.parametrize("repeat", range(5))
+@pytest.mark.parametrize("repeat", range(3))
 def test_the_plan_is_the_calibrations_choice_at_every_power(rng, repeat):
     rng.seed(repeat)
     chooser, active = Chooser(32, 1000, True), rng.uniform(1, 300)
@@ -67,40 +66,8 @@ def test_the_plan_is_the_calibrations_choice_at_every_power(rng, repeat):
         expected = made.choices(power, active, active * (union / active) ** share)["graph"]
         assert chooser.path(power) == expected
         assert chooser.path(power // 2 + 1) == expected or power == 1
-    assert all(
-        a[1] != b[1]
-        for a, b in zip(chooser.plans["eager"], chooser.plans["eager"][1:], strict=False)
-    )
-
-
-def test_decode_is_planned_for_one_chunk_of_tokens_alone():
-    assert pytest.importorskip("twell.kernels.few").MAX_TOKENS == DECODE_CHUNK
-    for sizes in ((256, 1024), (1024, 2816), (4096, 14_336)):
-        chooser = Chooser(*sizes, True)
-        chooser.observe(sizes[1] / 200, sizes[1] / 7)
-        assert all(chooser.path(m, "graph") != "decode" for m in POWERS if m > DECODE_CHUNK)
-
-
-def test_each_situation_has_a_plan():
-    chooser = make(
-        floors=(Floor("eager", 1, {"decode": 2.0}), Floor("compiled", 1, {"union": 2.0}))
-    )
-    chooser.observe(2, 50)
-    both = (32, "decode"), (POWERS[-1], "union")
-    dense_first = (32, "dense")
-    expected = {
-        "graph": both,
-        "eager": (dense_first, both[1]),
-        "compiled": (both[0], (8192, "dense"), both[1]),  # past the floors
-    }
-    assert chooser.plans == expected
-    for situation, plan_of in expected.items():
-        assert [chooser.path(m, situation) for m in (1, 32, 33)] == [
-            plan_of[0][1],
-            plan_of[0][1],
-            plan_of[1][1],
-        ]
-    assert pickle.loads(pickle.dumps(chooser)).plans == expected
+    paths = [path for _, path in chooser.plans["eager"]]
+    assert all(a != b for a, b in pairwise(paths))
 
 
 def test_unions_of_few_tokens_bound_those_of_more():
@@ -113,17 +80,17 @@ def test_unions_of_few_tokens_bound_those_of_more():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "value"),
     [
         ((-1, 5), "active is -1"),
-        ((5, 1001), "union is 1001; expected a number from 0 to 1000"),
+        ((5, 1001), "union is 1001"),
         ((float("nan"), 5), "active is nan"),
-        ((5, 5, 65), "tokens is 65; expected an integer from 1 to 64"),
+        ((5, 5, 65), "tokens is 65"),
         ((5, 5, 0), "tokens is 0"),
     ],
 )
-def test_impossible_observations_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
+def test_impossible_observations_are_refused(arguments, value):
+    with pytest.raises(ValueError, match=value):
         Chooser(32, 1000, True).observe(*arguments)
 
 
@@ -161,20 +128,18 @@ def test_each_class_has_counters_of_its_own():
     assert len({chooser.counters(2**n, CPU).data_ptr() for n in range(9)}) == 7
 
 
-def test_watching_ends_where_the_plan_is_frozen(monkeypatch):
-    copies, begin = [], plan._begin_copy
-    monkeypatch.setattr(plan, "_begin_copy", lambda counters: copies.append(1) or begin(counters))
+def test_watching_ends_where_the_plan_is_frozen():
     chooser = make()
-    call(chooser, 1, 900, 900, times=2560)
-    assert len(copies) == 12  # 1, 2, 4, ... 2048
+    assert sum(chooser.begin(1) for _ in range(2560)) == 12  # 1, 2, 4, ... 2048
     chooser.freeze({1: (3, 3), 64: (2, 50)})
     plans = chooser.plans
     call(chooser, 4096, 500, 800, times=40)
-    assert len(copies) == 12 and chooser.plans is plans and chooser.path(4096) == "union"
+    assert chooser.plans is plans and chooser.path(4096) == "union"
+    assert not any(chooser.begin(4096) for _ in range(40))
     assert pickle.loads(pickle.dumps(chooser)).frozen
     chooser.freeze(None)
     call(chooser, 4096, 500, 800, times=2)
-    assert len(copies) == 14 and chooser.path(4096) == "dense"
+    assert chooser.path(4096) == "dense"
 
 
 def test_dense_calls_are_quick_once_nothing_else_is_due():
@@ -202,16 +167,14 @@ def test_counters_outlive_inference_mode_change_device_and_are_not_copied():
     chooser.observe(2, 50)
     call(chooser, 2**14, 3, 60)
     for again in (copy.deepcopy(chooser), pickle.loads(pickle.dumps(chooser))):
-        assert again.plans["eager"] == chooser.plans[
-            "eager"
-        ] and again.observed == chooser.observed == (2, 50)
+        assert again.plans == chooser.plans and again.observed == chooser.observed == (2, 50)
         call(again, 2**14, 500, 999, times=2)
         assert again.path(4096) == "dense"
     assert chooser.counters(4096, CPU).tolist() == [2**14, 2**8, 3 * 2**14, 60 * 2**8]
     assert chooser.path(4096) == "union"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 63, 64, 65, 130, 1024, 1100, 4096, 131072])
+@pytest.mark.parametrize("num_tokens", [1, 63, 65, 1100, 131072])
 def test_sampled_blocks_are_consecutive_tokens_from_everywhere(num_tokens):
     blocks = plan.sampled_blocks(torch.arange(num_tokens)[:, None].expand(-1, 3))
     assert blocks.shape == (min(max(num_tokens // 64, 1), 16), min(num_tokens, 64), 3)

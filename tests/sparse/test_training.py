@@ -2,10 +2,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from tests.factories.sparse import Stack, on_cpu, roomy, step
+from tests.factories.sparse import Stack, on_cpu, step
 from twell import SparseTraining
 from twell.sparse import training as sparse_training
-from twell.sparse.observe import Collector
 from twell.sparse.training import ATTEMPTS, RECENT, capacities
 
 
@@ -19,11 +18,19 @@ def told(sparse):
     return [(ffn.train_path, ffn.outbox.watch_capacity) for ffn in sparse.layers]
 
 
-def backward(model):
-    with torch.autocast("cpu", torch.bfloat16), Collector(model.ffns) as terms:
-        y = model(torch.randn(40, 32))
-    (y.float().square().mean() + 1e-3 * sum(l1.mean() for _, l1 in terms.terms)).backward()
-    return y
+def roomy(sparse):
+    """With the largest capacity from the start."""
+    sparse.restore(sparse.state() | {"capacity": sparse.capacities[-1]})
+    return sparse
+
+
+def attempts_of(sparse, needs):
+    """The capacities of a step's attempts, in which the layers need `needs(capacity)`."""
+    counts = []
+    for _ in sparse.attempts():
+        counts.append(sparse.capacity)
+        need(sparse, *needs(sparse.capacity))
+    return counts
 
 
 # --- nothing is lost
@@ -38,33 +45,58 @@ def test_capacities_rise_by_half_at_most():
 
 @on_cpu
 def test_layers_that_are_too_small_one_after_another():
-    sparse, counts = SparseTraining(Stack()), []
-    for _ in sparse.attempts():
-        # After the first layer that overflowed, layers need everything.
-        fits = [all(n <= sparse.capacity for n in (33, 100, 180)[:place]) for place in range(3)]
-        cases = zip(fits, (33, 100, 180), (256, 256, 192), strict=True)
-        need(sparse, *(number if fit else size for fit, number, size in cases))
-        counts.append(sparse.capacity)
-    assert counts == [32, 64, 192] and sparse.summary()["repeated_steps"] == 2
-    # The last of a few attempts has the largest capacity, each layer that of its own neurons.
-    sparse, counts = SparseTraining(Stack((256,) * 8)), []
-    for _ in sparse.attempts():
-        counts.append(sparse.layers[0].capacity)
-        need(sparse, min(sparse.capacity + 1, 256), *[-1] * 7)
+    sparse, right = SparseTraining(Stack()), (33, 100, 180)
+
+    def needs(capacity):
+        """After the first layer that overflowed, layers need everything."""
+        fits = [all(n <= capacity for n in right[:place]) for place in range(3)]
+        return [
+            n if fit else size for fit, n, size in zip(fits, right, (256, 256, 192), strict=True)
+        ]
+
+    assert attempts_of(sparse, needs) == [32, 64, 192]
+    assert sparse.summary()["repeated_steps"] == 2
+    # The last of a few attempts has the largest capacity.
+    sparse = SparseTraining(Stack((256,) * 8))
+    counts = attempts_of(sparse, lambda capacity: (min(capacity + 1, 256), *[-1] * 7))
     assert counts == [32, 64, 128, 256] and len(counts) == ATTEMPTS
     # The needs are known then: the next step has the capacity that it takes, and not all.
-    sparse, counts = SparseTraining(Stack((1024,) * 3)), []
-    for _ in sparse.attempts():
-        counts.append(sparse.capacity)
-        need(sparse, 33, 65, 129)
-    assert counts == [32, 64, 128, 1024] and sparse.capacity == 256
+    sparse = SparseTraining(Stack((1024,) * 3))
+    assert attempts_of(sparse, lambda capacity: (33, 65, 129)) == [32, 64, 128, 1024]
+    assert sparse.capacity == 256
     mixed = roomy(SparseTraining(Stack((256, 100))))
     for _ in mixed.attempts():
         assert [ffn.capacity for ffn in mixed.layers] == [256, 100]
-    with pytest.raises(AssertionError, match="needs a capacity of 257 and has the largest, 256"):
+    with pytest.raises(AssertionError, match="257 and has the largest, 256"):
         step(mixed, 257, 0)
-    with pytest.raises(ValueError, match="the state is of 2 layers; the model has 3"):
+    with pytest.raises(ValueError, match="2 layers; the model has 3"):
         sparse.restore(mixed.state())
+
+
+@on_cpu
+def test_a_repeated_attempt_draws_and_counts_as_the_first(fake):
+    """Gradients, the random state and the counters are those of a step with room for all."""
+    results = []
+    for large in (True, False):
+        fake.calls.clear()
+        torch.manual_seed(0)
+        model = Stack()
+        sparse = SparseTraining(model)
+        if large:
+            roomy(sparse)
+        else:
+            fake.heavy = {1}
+        x, attempts = torch.randn(40, 32), 0
+        for _ in sparse.attempts():
+            attempts += 1
+            model.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                model(x).float().square().mean().backward()
+        assert attempts == (1 if large else 2)
+        counts = [one for ffn in model.ffns for one in ffn.stats.take()]
+        gradients = [p.grad for p in model.parameters()]
+        results.append([torch.get_rng_state(), *counts, *gradients])
+    assert all(map(torch.equal, *results)) and results[0][1].any()
 
 
 # --- which layers are sparse, and with which capacity
@@ -92,26 +124,6 @@ def test_a_layer_becomes_sparse_and_dense_again_by_its_activity():
     assert sparse.summary()["sparse_layers"] == 0
 
 
-def test_layers_are_told_in_attempts_only():
-    model = Stack((256, 256, 128), "auto", (100.0, 0.0, 100.0))
-    model.ffns[1].backend = "triton"
-    sparse = SparseTraining(model, path="hybrid")
-    for number in (300, 10, 300, 10, 10):
-        assert told(sparse) == [(None, False)] * 3
-        for _ in sparse.attempts():
-            paths = ["hybrid" if chosen else None for chosen in sparse.sparse]
-            assert told(sparse) == [(path, True) for path in paths] and paths[1] == "hybrid"
-            need(sparse, *(min(number, ffn.intermediate_size) for ffn in model.ffns))
-        assert all(ffn.outbox.needed is None for ffn in model.ffns)
-    model.ffns[1].backend = "dense"  # changed between steps
-    for _ in sparse.attempts():
-        assert told(sparse)[1] == (None, False)
-    with sparse:
-        pass
-    assert not sparse.active and list(sparse.attempts()) == [0]
-    assert told(sparse) == [(None, False)] * 3
-
-
 def test_the_capacity_follows_the_most_of_recent_steps():
     sparse = SparseTraining(Stack((4096, 4096)))
     for needed, attempts, capacity in (
@@ -131,59 +143,32 @@ def test_the_capacity_follows_the_most_of_recent_steps():
     assert fresh.capacity == 32 and fresh.summary()["repeated_steps"] == 1
 
 
-# --- reads of the device, and processes
+# --- layers that cannot be sparse, and processes
 
 
-@pytest.fixture
-def reads(monkeypatch):
-    """Counts everything that waits for the device."""
-    counted = []
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__"):
-        original = getattr(torch.Tensor, name)
-
-        def counting(self, *arguments, _name=name, _original=original, **options):
-            counted.append(_name)
-            return _original(self, *arguments, **options)
-
-        monkeypatch.setattr(torch.Tensor, name, counting)
-    return counted
-
-
-def test_one_number_a_layer_is_read_once_an_attempt(reads):
-    sparse = SparseTraining(Stack((256, 256, 64)))
-    assert step(sparse, 5, 100, 3) == 2 and reads == ["tolist"] * 2
-    reads.clear()
-    assert step(sparse, 5, 100, None) == 1 and reads == ["tolist"]
-
-
-@pytest.mark.parametrize(
-    "case", ["dense", "reference", "never", "path", "closed", "no kernels", "other modules"]
-)
-def test_without_a_layer_that_could_be_sparse_nothing_is_read(reads, monkeypatch, case):
-    backend, training = "triton", ()
-    if case in ("dense", "reference"):
-        backend = case
-    elif case in ("never", "no kernels"):
+@pytest.mark.parametrize("case", ["dense", "never", "path", "closed", "no kernels", "no layers"])
+def test_without_a_layer_that_could_be_sparse_no_process_is_asked(monkeypatch, case):
+    backend, training = "dense" if case == "dense" else "triton", ()
+    if case in ("never", "no kernels"):
         backend, training = "auto", (None, 0.0) if case == "never" else (64.0, 64.0)
-    model = nn.Linear(3, 3) if case == "other modules" else Stack((64, 64), backend, training)
+    model = nn.Linear(3, 3) if case == "no layers" else Stack((64, 64), backend, training)
     if case == "no kernels":
         status = {"triton": "the package triton is not installed"}
         monkeypatch.setattr(sparse_training, "backend_status", lambda: status)
-
-    def reduce(_):
-        raise AssertionError("processes have nothing to tell")
-
-    sparse = SparseTraining(model, path=None if case == "path" else "union", reduce=reduce)
+    path = None if case == "path" else "union"
+    sparse = SparseTraining(model, path=path, reduce=lambda _: pytest.fail("nothing to tell"))
     if case == "closed":
         sparse.close()
-    for _ in range(3):
-        attempts = 0
-        for _ in sparse.attempts():
-            attempts += 1
-            assert told(sparse) == [(None, False)] * len(sparse.layers)
-            need(sparse, *[60] * len(sparse.layers))
-        assert attempts == 1
-    assert not sparse.active and reads == [] and sparse.summary()["sparse_layers"] == 0
+    for attempt in sparse.attempts():
+        assert attempt == 0 and told(sparse) == [(None, False)] * len(sparse.layers)
+        need(sparse, *[60] * len(sparse.layers))
+    assert not sparse.active and sparse.summary()["sparse_layers"] == 0
+
+
+def test_each_attempt_reads_the_device_once(monkeypatch):
+    reads, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append(1) or tolist(t))
+    assert step(SparseTraining(Stack((256, 256, 64))), 5, 100, 3) == 2 and len(reads) == 2
 
 
 @on_cpu
@@ -192,7 +177,6 @@ def test_processes_of_a_group_decide_by_their_maximum(fake, monkeypatch):
     seen, other = [], torch.tensor([20, 500])
 
     def reduce(numbers):
-        assert numbers.dtype == torch.int64 and numbers.shape == (2,)
         seen.append(numbers.tolist())
         return torch.maximum(numbers, other)
 
@@ -210,19 +194,17 @@ def test_processes_of_a_group_decide_by_their_maximum(fake, monkeypatch):
         group = distributed.new_group([0])
         monkeypatch.setattr(distributed, "all_reduce", asking)
         for given in (group, None):
-            model = Stack((64, 64))
-            for _ in SparseTraining(model, group=given).attempts():
-                backward(model)
-        assert asked[0] is group and asked[-1] is None and set(asked) == {group, None}
-        with pytest.raises(ValueError, match="reduce and group are both given"):
-            SparseTraining(model, reduce=reduce, group=group)
+            step(SparseTraining(Stack((64, 64)), group=given), 3, 3)
+        assert asked == [group, None]
+        with pytest.raises(ValueError, match="reduce and group"):
+            SparseTraining(Stack(), reduce=reduce, group=group)
     finally:
         distributed.destroy_process_group()
-    with pytest.raises(ValueError, match="path 'rowwise' is unknown; use 'union', 'hybrid' or"):
-        SparseTraining(model, path="rowwise")
+    with pytest.raises(ValueError, match="'rowwise'"):
+        SparseTraining(Stack(), path="rowwise")
 
 
-# --- attempts that end early, and layers that stay dense
+# --- attempts that end early
 
 
 @on_cpu
@@ -234,7 +216,6 @@ def test_an_attempt_that_is_left_leaves_nothing_behind(attempt, late):
     before, left = sparse.state(), sparse.attempts()
     with pytest.raises(InterruptedError):
         for number in left:
-            assert all(torch.equal(ffn.outbox.needed, torch.tensor(-1)) for ffn in sparse.layers)
             need(sparse, 200, 200)
             if number == attempt:
                 raise InterruptedError
