@@ -104,7 +104,7 @@ def test_neurons_are_brushed(open_page):
     expected = {tuple(one) for one in np.argwhere(inside).tolist()}
     assert set(hits(page)) == expected and len(expected) > 3
     page.get_by_text("clear brush").click()
-    page.locator(f"text={(fires > 0).sum()} of").wait_for()
+    page.locator(".tw-browse [role=status]", has_text=f"{(fires > 0).sum()} of").wait_for()
     # A click takes the nearest point.
     strongest = np.unravel_index(strength.argmax(), strength.shape)
     x, y = place(rate[strongest], strength[strongest])

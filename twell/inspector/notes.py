@@ -24,10 +24,7 @@ def read_notes(path: Path, shape: tuple[int, int]) -> dict[tuple[int, int], str]
     notes = {}
     if not path.is_file():
         return notes
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start}") from None
+    lines = path.read_text(encoding="utf-8-sig").splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
