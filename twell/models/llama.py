@@ -12,6 +12,7 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
@@ -236,8 +237,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if labels is not None and num_items_in_batch is not None:
             num_items_in_batch = divisor(num_items_in_batch, predicted)
         kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
-        watches = self.ffns if counts or wants_l1 else ()
-        with L1Terms(watches, wants_l1=wants_l1, counts=counts, token_mask=mask) as terms:
+        terms = None  # without a collector, dense layers take their quick way
+        if counts or wants_l1:
+            terms = L1Terms(self.ffns, wants_l1=wants_l1, counts=counts, token_mask=mask)
+        with nullcontext() if terms is None else terms:
             output = super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
