@@ -15,10 +15,7 @@ from typing import Any
 
 
 def first_of(package: str, modules: str) -> Callable[[str], Any]:
-    """Return `__getattr__` of a package: a public name comes from the first module that has it.
-
-    Modules, with spaces between, are imported when a name is searched.
-    """
+    """Return `__getattr__` of a package, which searches a public name in modules, in order."""
 
     def load(name: str) -> Any:
         for module in modules.split() if not name.startswith("_") else ():

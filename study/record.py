@@ -28,6 +28,7 @@ from twell import results
 RECORDED = results.root() / "data" / "runs"
 LIMIT = 1800  # seconds of one command
 STOPPING = 40  # seconds in which a training writes its checkpoint
+RUNNING: list[subprocess.Popen] = []
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --compile"
 STEP = "twell measure train-step {} --spread paper --compile --out {{out}}/bench/trained".format
@@ -141,10 +142,7 @@ def completed(command: str, given: argparse.Namespace) -> str | None:
 
 
 def run(name: str, gpus: str, given: argparse.Namespace) -> bool:
-    """Run a part's commands on GPUs, "0" or "0,1"; return whether all of them succeeded.
-
-    `timeout` interrupts a command at its limit, so that a training writes a checkpoint.
-    """
+    """Run a part's commands on GPUs, "0" or "0,1"; return whether all of them succeeded."""
     log, start, code = given.out / "logs" / f"{name}.log", time.monotonic(), 0
     done = log.with_suffix(".done")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus, "PYTHONUNBUFFERED": "1"}
@@ -158,10 +156,13 @@ def run(name: str, gpus: str, given: argparse.Namespace) -> bool:
             continue
         with log.open("a") as file:
             print("==", command, file=file, flush=True)
+            # Interrupted at its limit, a training writes a checkpoint.
             limits = ["--foreground", "--signal=INT", f"--kill-after={STOPPING}", f"{seconds:.0f}"]
             words = ["timeout", *limits, sys.executable, "-m", *shlex.split(command)]
             output = {"stdout": file, "stderr": subprocess.STDOUT, "env": environment}
-            code = subprocess.run(words, **output).returncode
+            process = subprocess.Popen(words, **output)
+            RUNNING.append(process)
+            code = process.wait()
     if not code:
         done.touch()
     seconds = time.monotonic() - start
@@ -182,12 +183,19 @@ def run_all(names: list[str], places: list[str], given: argparse.Namespace) -> b
         finally:
             free.put(gpus)
 
-    pool = ThreadPoolExecutor(len(places))
-    try:
-        return all(list(pool.map(work, names)))
-    finally:
-        given.until = float("-inf")  # after an interruption nothing begins any more
-        pool.shutdown(cancel_futures=True)
+    with ThreadPoolExecutor(len(places)) as pool:
+        try:
+            return all(list(pool.map(work, names)))
+        except BaseException:
+            given.until = float("-inf")  # after an interruption nothing begins any more
+            raise
+
+
+def interrupt(*_: object) -> None:
+    """Interrupt the commands, so that trainings write checkpoints, and then the recorder."""
+    for process in RUNNING:
+        process.send_signal(signal.SIGINT)
+    sys.exit(143)
 
 
 def main() -> None:
@@ -216,19 +224,13 @@ def main() -> None:
     if spread and len(given.gpus) < 2:
         parser.error(f"{', '.join(spread)} need several --gpus, such as 0,1")
     (given.out / "logs").mkdir(parents=True, exist_ok=True)
-    # SIGTERM reaches the commands as an interruption, which lets trainings write a checkpoint. In
-    # the background a shell lets commands ignore SIGINT, and so would theirs.
-    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGINT))
+    signal.signal(signal.SIGTERM, interrupt)
+    # In the background a shell lets commands ignore SIGINT, and so would theirs.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    end = time.monotonic() + given.seconds - STOPPING
-    succeeded = []
-    for some, places in (
-        ([name for name in names if name not in spread], given.gpus),
-        (spread, [",".join(given.gpus)]),
-    ):
-        given.until = end
-        succeeded.append(run_all(some, places, given))
-    raise SystemExit(not all(succeeded))
+    given.until = time.monotonic() + given.seconds - STOPPING
+    succeeded = run_all([name for name in names if name not in spread], given.gpus, given)
+    succeeded &= run_all(spread, [",".join(given.gpus)], given)
+    raise SystemExit(not succeeded)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ BLOCK = re.compile(
 MARKER = re.compile(r"<!--\s*needs:\s*(.*?)\s*-->")
 # A page runs in a folder with links to the checkout: code as linked folders, data as folders of
 # links, where new files do not reach the checkout.
-CODE, DATA = ("twell", "kernels", "tests", "scripts"), ("data", "figures", "notebooks", "docs")
+CODE = "twell", "kernels", "study", "tests", "scripts"
+DATA = "data", "figures", "notebooks", "docs"
 SECONDS = 600
 REPOSITORY = re.compile(r"(tests|kernels|scripts|twell)/[\w/.-]+")
 

@@ -21,7 +21,7 @@ NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipy
 # These compute with a model, so their pages differ a little from machine to machine.
 MODEL = "01_format", "04_tokens", "06_downstream", "07_inspect", "11_one_word"
 # They run a tiny model here, in place of the model that ships.
-TINY = "06_downstream", "07_inspect", "11_one_word"
+TINY = "04_tokens", "06_downstream", "07_inspect", "11_one_word"
 DRAWN = re.compile(r"^!\[.*\]\((?:.*/)?(\w+)\.png\)", re.M)  # of a page
 WIDGETS = {"07_inspect": "inspector", "11_one_word": "one_word"}
 SMALL = {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3, "sparse_items": 3}
