@@ -155,12 +155,12 @@ def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int
 
     use(architecture, launch)
     w = torch.empty(5632, 2048, dtype=torch.bfloat16)
+    in_fp8 = (False, True) if architecture in WITH_FP8 else (False,)
     several = [(True, torch.zeros(4, dtype=torch.int64)), (True, None), (False, None)]
+    few = FEW if variants == "all" else SOME
     for gated, activity in several if variants == "all" else several[:1]:
-        few = FEW if variants == "all" else SOME
-        compile_layers(w, few, gated, activity)
-        if architecture in WITH_FP8:
-            compile_float8(w, few, gated, activity)
+        for fp8 in in_fp8:
+            compile_layers(w, few, gated, activity, fp8=fp8)
     dense.relu_times(w, w)
     others = [("relu2", 0.1, True), ("relu2", 0.0, False), ("drelu", 0.0, True)]
     for name, threshold, gated in others if variants == "all" else []:
@@ -176,48 +176,44 @@ def compile_layers(
     gated: bool,
     activity: torch.Tensor | None,
     act: Activation = RELU,
+    fp8: bool = False,
 ) -> None:
-    """Every path for 256 tokens, or `few`; counting activity, with biases and a mask too."""
+    """Every path for 256 tokens, or `few`; counting activity, with biases and a mask too.
+
+    In FP8 the paths of inference, and the kernel that quantises.
+    """
     x, layer, mask = w[:512].clone(), Weights(w if gated else None, w, w, act=act), None
     if activity is not None:
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    compile_inference(x, few, layer, activity)
-    x = x[:256]
-    step(training, x, layer, mask, 29)
-    if act == RELU:  # the paper's
-        twell_rowwise.ffn(x, layer)
-        step(hybrid, x, layer, mask, 29)
+    scale = None
+    if fp8:
+        float8.quantize(x)
+        layer, x, scale = quantized(layer), x.to(FLOAT8), torch.empty(len(x))
 
+    def infer(path, num_tokens: int) -> None:
+        x_scale = None if scale is None else scale[:num_tokens]
+        path.ffn(x[:num_tokens], layer, x_scale, activity=activity)
 
-def compile_inference(
-    x: torch.Tensor,
-    few: tuple[int, ...],
-    layer: Weights,
-    activity: torch.Tensor | None,
-    x_scale: torch.Tensor | None = None,
-) -> None:
-    some = x[:256], layer, None if x_scale is None else x_scale[:256]
-    rowwise.ffn(*some, activity=activity)
+    infer(rowwise, 256)
     for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
-        union.ffn(*some, activity=activity)
+        infer(union, 256)
     for num_tokens in (1, 2, *few):
-        scale = None if x_scale is None else x_scale[:num_tokens]
-        decode.ffn(x[:num_tokens], layer, scale, activity=activity)
+        infer(decode, num_tokens)
+    if fp8:
+        return
+    step(training, x[:256], layer, mask, 29)
+    if act == RELU:  # the paper's
+        twell_rowwise.ffn(x[:256], layer)
+        step(hybrid, x[:256], layer, mask, 29)
 
 
-def compile_float8(
-    w: torch.Tensor, few: tuple[int, ...], gated: bool, activity: torch.Tensor | None
-) -> None:
-    """Every path of inference in FP8; counting activity, with biases too."""
-    x, values, scale = w[:512].clone(), w.to(FLOAT8), torch.empty(len(w))
-    first = values if gated else None
-    layer = Weights(first, values, w, s_gate=scale if gated else None, s_up=scale)
-    if activity is not None:
-        bias = w[:, 0].contiguous()
-        layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    compile_inference(values[:512].clone(), few, layer, activity, scale[:512].clone())
-    float8.quantize(x)
+def quantized(layer: Weights) -> Weights:
+    """The same with gate and up in FP8."""
+    values = torch.empty_like(layer.w_up, dtype=FLOAT8)
+    scale = torch.empty(len(values), dtype=torch.float32, device=values.device)
+    layer = layer._replace(w_up=values, s_up=scale)
+    return layer._replace(w_gate=values, s_gate=scale) if layer.gated else layer
 
 
 class Lowered(Exception):
@@ -316,16 +312,12 @@ def empty_layer(num_tokens: int, num_neurons: int, hidden_size: int, gated: bool
 
 
 def launch_inference(x: torch.Tensor, layer: Weights) -> None:
-    activity = empty(4, dtype=torch.int64)
-    n, scale = len(layer.w_up), empty(len(x), dtype=torch.float32)
-    values, scales = empty(*layer.w_up.shape, dtype=FLOAT8), empty(n, dtype=torch.float32)
-    in_fp8 = layer._replace(w_up=values, s_up=scales)
-    if layer.gated:
-        in_fp8 = in_fp8._replace(w_gate=values, s_gate=scales)
+    activity, scale = empty(4, dtype=torch.int64), empty(len(x), dtype=torch.float32)
     for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
         for path in (rowwise, union):
             path.ffn(x, layer, activity=activity)
-            path.ffn(empty(*x.shape, dtype=FLOAT8), in_fp8, scale, activity=activity)
+            in_fp8 = empty(*x.shape, dtype=FLOAT8)
+            path.ffn(in_fp8, quantized(layer), scale, activity=activity)
     for tokens in (1, 2, *FEW):
         decode.ffn(x[:tokens], layer, activity=activity)
     twell_rowwise.ffn(x, layer)
@@ -384,36 +376,21 @@ def launch_again(architecture: str) -> list[tuple[str, list, list]]:
 
 def every_call(in_fp8: bool) -> list[tuple[str, int, Callable]]:
     """A name, a number of tokens, and a function of x for each way into the kernels."""
-    w, scale = torch.empty(300, 2048, dtype=torch.bfloat16), torch.empty(700)
-    b, values, s = w[:, 0].contiguous(), w.to(FLOAT8), scale[:300]
-    layers = (Weights(w, w, w), None), (Weights(values, values, w, s_gate=s, s_up=s), scale)
+    w = torch.empty(300, 2048, dtype=torch.bfloat16)
+    layer, activity = Weights(w, w, w), torch.zeros(4, dtype=torch.int64)
     calls = [("relu_times", 300, lambda x: dense.relu_times(x, x))]
-    if in_fp8:
-        calls.append(("quantize", 300, float8.quantize))
-    for num_tokens, path in (
-        (1, decode),
-        (3, decode),
-        (20, decode),
-        (500, decode),
-        (300, rowwise),
-        (700, union),
-    ):
-        for layer, scales in layers if in_fp8 else layers[:1]:
-            call = partial(infer, path, layer=layer, x_scale=scales)
+    calls += [("quantize", 300, float8.quantize)] if in_fp8 else []
+    inference = [(m, decode) for m in (1, 3, 20, 500)] + [(300, rowwise), (700, union)]
+    for num_tokens, path in inference:
+        for weights in (layer, quantized(layer)) if in_fp8 else (layer,):
+            call = partial(path.ffn, weights=weights, activity=activity)  # quantises x itself
             calls.append((path.__name__, num_tokens, call))
     mask = torch.ones(700, dtype=torch.bool)
     for path in TRAINING:
-        for layer in Weights(w, w, w, b, b), Weights(None, w, w):
-            call = partial(step, path, layer=layer, mask=mask, capacity=8)
+        for given in Weights(w, w, w, w[:, 0].clone(), w[:, 0].clone()), Weights(None, w, w):
+            call = partial(step, path, layer=given, mask=mask, capacity=8)
             calls.append((path.__name__, 700, call))
     return calls
-
-
-def infer(path, x: torch.Tensor, layer: Weights, x_scale: torch.Tensor | None) -> None:
-    """A path that counts activity; x is in FP8 if there are scales."""
-    if x_scale is not None:
-        x, x_scale = x.to(FLOAT8), x_scale[: len(x)]
-    path.ffn(x, layer, x_scale, activity=torch.zeros(4, dtype=torch.int64))
 
 
 def twice(call: Callable, x: torch.Tensor, launched: list) -> tuple[list, list]:
@@ -441,14 +418,13 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    sizes = (1, False), (3, False), (4, False), (5, False), (2, True)
-    for gated, fp8, (num_tokens, any_number) in itertools.product(*[(True, False)] * 2, sizes):
-        x, layer = empty_layer(num_tokens, 300, 2048, gated)
+    sizes = (1, False), (4, False), (5, False), (2, True)
+    for fp8, (num_tokens, any_number) in itertools.product((True, False), sizes):
+        x, layer = empty_layer(num_tokens, 300, 2048, gated=True)
         given = [x, layer.w_gate, layer.w_up, layer.w_down_t.t(), *layer[3:6]]
         if fp8:
-            given[:3] = [None if t is None else t.to(FLOAT8) for t in given[:3]]
-            s = empty(300, dtype=torch.float32)
-            given += [s[:num_tokens], s if gated else None, s]
+            given[:3] = [t.to(FLOAT8) for t in given[:3]]
+            given += [empty(size, dtype=torch.float32) for size in (num_tokens, 300, 300)]
         torch.compiler.reset()
         compiler = aot_autograd(fw_compiler=keep)
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
@@ -460,7 +436,7 @@ def trace(architecture: str) -> list[tuple[str, list, list]]:
         launches = [node for node in nodes if "triton" in str(node.target)]
         others = sorted({str(node.target) for node in nodes} - {str(n.target) for n in launches})
         launches = [(launched_by(node), node.kwargs["tensors_to_clone"]) for node in launches]
-        results.append((f"{gated=} {fp8=} {num_tokens=} {any_number=}", launches, others))
+        results.append((f"{fp8=} {num_tokens=} {any_number=}", launches, others))
     return results
 
 

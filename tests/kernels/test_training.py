@@ -119,7 +119,7 @@ def test_every_configuration_is_exact(path, architecture, monkeypatch):
 def test_a_step_beyond_the_capacity_writes_its_own_neurons_only():
     """More neurons need a row of the backup than it lists, and the last of its rounds is short."""
     num_neurons, capacity, unwritten = 400, 5, 7.0
-    step = step_of("union", 9, num_neurons, 16, pattern="full", gated=False, biases=False)
+    step = step_of("union", 33, num_neurons, 16, pattern="full", gated=False, biases=False)
     x, _, w_up, w_down, *_ = step.tensors.values()
     layer = weights_of(None, w_up, w_down.t().contiguous().t())
     _, _, _, _, needed, *saved = training.forward(x, layer, None, capacity)
