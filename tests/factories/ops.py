@@ -40,8 +40,8 @@ def train(path, capacity, x, *tensors, act=RELU, token_mask=None, **named):
     from twell.sparse import training_ops
 
     weights = weights_of(*tensors, act=act, **named)
-    y, l1, activity = training_ops.sparse_train(x, weights, path, capacity, token_mask)
-    return Trained(y, l1, *activity)
+    result = training_ops.sparse_train(x, weights, path, capacity, token_mask)
+    return Trained(result.y, result.l1, *result.activity)
 
 
 def as_sparse_ffn(run):
