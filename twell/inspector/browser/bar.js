@@ -92,10 +92,9 @@ function presets(state) {
 
 // A page has an address, which says what it shows; a widget has none.
 function copier(model) {
-  const copy = async () => {
+  const copy = async ({ currentTarget }) => {
     await navigator.clipboard.writeText(model.link());
-    node.textContent = "copied";
+    currentTarget.textContent = "copied";
   };
-  const node = button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");
-  return node;
+  return button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");
 }

@@ -122,11 +122,13 @@ export class Cards {
     const surprise = side.surprise[token];
     const first = Number.isNaN(surprise);
     const mean = side.means(...this.state.range(side))[token];
+    const characters = side.characters(token);
     return element(
       "div.tw-factbox",
       fact("surprise", first ? "\u2013" : `${number(surprise)} nats`),
       fact("probability", first ? "first of its sequence" : percent(Math.exp(-surprise))),
       fact("active, mean", number(mean)),
+      characters && fact("bytes of", pill(characters)),
     );
   }
 

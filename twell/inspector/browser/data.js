@@ -1,5 +1,7 @@
 // Packed blocks (twell/inspector/packing.py) as typed arrays, and the passage of one side.
 
+import { BYTES } from "./words.js";
+
 const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
 const ARRAYS = { ...NUMBERS, i1: Int8Array, f4: Float32Array };
 const FAINTEST = 1e-30; // stands for an active neuron whose value is 0
@@ -84,6 +86,19 @@ class Side {
     for (let first = 0; first + tokens.length <= this.T; first++)
       if (tokens.every((text, n) => this.text(first + n) === text)) return first + here;
     return null;
+  }
+
+  // The characters that a token of bytes makes with its neighbours; "" if they are not whole.
+  characters(token) {
+    const isBytes = (at) => BYTES.test(this.text(at));
+    if (!isBytes(token)) return "";
+    let [from, to] = [token, token + 1];
+    while (this.position[from] && isBytes(from - 1)) from--;
+    while (this.position[to] && isBytes(to)) to++;
+    const hex = range(from, to - 1).map((at) => this.text(at)).join("").match(/[0-9A-F]{2}(?=>)/g);
+    const bytes = Uint8Array.from(hex, (digits) => parseInt(digits, 16));
+    const text = new TextDecoder().decode(bytes);
+    return text.includes("\ufffd") ? "" : text;
   }
 
   // The likeliest next tokens after one, falling; undefined if no model ran.
