@@ -166,7 +166,7 @@ def block_tokens(*, fp8: bool) -> int:
     """Tokens that share a union in inference.
 
     131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84
-    [Gate].
+    [Unions].
     """
     return 64 if fp8 else 128
 

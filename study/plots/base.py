@@ -31,7 +31,7 @@ _NEAR = 12  # of 255: shades that look alike
 COLUMN = 3.35  # width of a column of a two-column paper, inches
 BLUE, ORANGE, GREEN, RED, PURPLE, _BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
 # One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
-# have a scale of their own, `_level_colours`.
+# have a scale of their own, `level_colours`.
 OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
 PAPER, DENSE, AUTO = "black", "0.45", ORANGE
 ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
