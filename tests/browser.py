@@ -224,7 +224,15 @@ def state(page):
 
 
 def go_to(page, address):
-    page.evaluate(f"location.hash = '#{address}'")
+    page.evaluate(
+        """async (address) => {
+            const { hash } = location;
+            const followed = new Promise((done) => addEventListener("hashchange", done));
+            location.hash = address;
+            if (location.hash !== hash) await followed;
+        }""",
+        address,
+    )
     settle(page)
 
 

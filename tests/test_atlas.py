@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.browser import IN_BROWSER, click, settle, texts, values
+from tests.browser import IN_BROWSER, click, go_to, settle, texts, values
 from twell import inspector, results, trace
 from twell.__main__ import main
 
@@ -76,7 +76,7 @@ def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas
     assert rows == [str(layer) for layer in range(6)] and page.locator(".tw-neuron").count() == 0
     click(page, ".tw-overview button.tw-item", 3)
     assert all(name.startswith("3 ") for name in texts(page, "button.tw-hit b"))
-    page.evaluate("location.hash = '#layer=3&neuron=49'")
+    go_to(page, "layer=3&neuron=49")
     page.wait_for_selector(".tw-example")
     picked = page.locator("input[aria-label=neuron]")
     assert picked.input_value() == "49"
@@ -84,16 +84,17 @@ def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas
     other = picked.input_value()
     assert page.evaluate("location.hash") == f"#layer=3&neuron={other}" != "#layer=3&neuron=49"
     page.go_back()
-    settle(page)
-    assert picked.input_value() == "49"
+    shown = "() => document.querySelector('input[aria-label=neuron]').value === '49'"
+    page.wait_for_function(shown)
     # So is a search.
     page.get_by_label("words to find").fill("of the")
     settle(page)
+    page.locator("[role=status]", has_text="of 4,224").wait_for()
     again = open_atlas(tmp_path, page.evaluate("location.hash"))
     again.locator("[role=status]", has_text="of 4,224").wait_for()
     assert texts(again, "button.tw-hit") == texts(page, "button.tw-hit")
-    for nonsense in ("#layer=6&neuron=0", "#layer=x&neuron=704", "#"):
-        page.evaluate("(address) => (location.hash = address)", nonsense)
+    for nonsense in ("layer=6&neuron=0", "layer=x&neuron=704", ""):
+        go_to(page, nonsense)
         picked.wait_for(state="detached")
 
 

@@ -42,6 +42,7 @@ def test_neurons_are_found_by_their_examples(open_page):
     page, counted, fires, strength = open_random(open_page)
 
     def found(number):
+        settle(page)
         page.locator(".tw-browse [role=status]", has_text=f"{number} of 300 neurons").wait_for()
         return hits(page)
 
@@ -197,6 +198,7 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
         page.get_by_label("where").select_option(where)
         word = next(word for word in own if word.strip() and word.isprintable())
         page.get_by_label("words to find").fill(word)
+        settle(page)
         page.locator("button.tw-hit", has_text="1 \u00b7 7").first.wait_for()
         assert (1, 7) in hits(page)
 
@@ -214,8 +216,9 @@ def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run
     find_note(page, "ends")
     assert (tiny_run / "notes.txt").read_text() == "1:5 ends of words\n"
     # What is known of the neurons stays when there is another text, or none.
-    for text in ("de", ""):
-        widget.texts = [text]
+    for text, shown in (("de", ".tw-text"), ("", ".tw-empty")):
+        page.locator(".tw-type").fill(text)
+        page.locator(shown, has_not_text="fun").wait_for()
         settle(page)
         assert hits(page) == [(1, 5)] and page.locator(".tw-both-words .tw-word").count() == 20
     page.close()

@@ -35,6 +35,7 @@ export class Scatter {
 
   // found: the matching neurons, by index; box: what is brushed, or null.
   draw(overview, found, selected, box) {
+    this.node.hidden = !overview.fires; // without an aggregate there are no points
     if (!this.wide || !overview.fires) return;
     const { ramps } = this.host.state;
     const scale = devicePixelRatio || 1;
