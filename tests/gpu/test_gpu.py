@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
@@ -14,7 +15,9 @@ from tests.factories import ops as factories
 from tests.factories.ops import run
 from twell.kernels import union
 from twell.measure import synthetic_layer
-from twell.sparse import float8
+from twell.sparse import float8, ops
+from twell.sparse.calibration import Calibration, Floor, Point
+from twell.sparse.layer import SparseFFN
 
 PATHS = sorted(factories.PATHS)
 
@@ -221,3 +224,93 @@ def test_a_device_that_is_not_the_current_one(path, num_tokens):
         operator = factories.PATHS.get(path, lambda *t: run(path, *t))
         for y in (run(path, *there.values()), operator(*there.values())):
             assert y.device == there["x"].device and torch.equal(y.to("cuda:0"), expected)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 700])
+def test_a_graph_may_take_another_path_than_the_calls_before(num_tokens):
+    torch.use_deterministic_algorithms(False)
+    sizes, path = (176, 336), ops.choose(num_tokens)  # widths that no other test compiles
+    tensors = skewed(num_tokens, *sizes, dtype=torch.float16)
+    layer = SparseFFN(*sizes, backend="auto", device="cuda", dtype=torch.float16).eval()
+    for name in ("gate", "up", "down"):
+        getattr(layer, f"{name}_proj").weight = nn.Parameter(tensors[f"w_{name}"], False)
+    points = tuple(Point(num_tokens, 0, n, {"dense": 1.0, path: 0.5}) for n in (0, sizes[1]))
+    about = "x", *sizes, True, "float16", "", "", points
+    layer.calibration = Calibration(*about, floors=(Floor("eager", 1, {path: 2.0}),))
+    layer.observe(0, 0)
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            dense = layer(tensors["x"])
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph):
+            y = layer(tensors["x"])
+        graph.replay()
+        assert torch.equal(y, factories.PATHS[path](**tensors))
+    assert fuzz.relative_rms(y, dense) < 2e-3
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_by_inductor_as_one_graph(path, mode):
+    torch.use_deterministic_algorithms(False)
+    tensors = skewed(64)
+    weights = list(tensors.values())[1:]
+
+    @torch.compile(fullgraph=True, mode=mode)
+    def residual(x):
+        return x + factories.PATHS[path](x, *weights)
+
+    expected = tensors["x"] + factories.PATHS[path](**tensors)
+    for _ in range(3):
+        torch.testing.assert_close(residual(tensors["x"]), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 500])
+def test_two_models_on_two_streams(num_tokens):
+    models = [skewed(num_tokens, seed=SEED), skewed(num_tokens, 1024, 2816, seed=SEED + 1)]
+    expected = [[factories.PATHS[path](**tensors) for path in PATHS] for tensors in models]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        results = [[], []]
+        for i, path in enumerate(PATHS):
+            for model, (tensors, stream) in enumerate(zip(models, streams, strict=True)):
+                with torch.cuda.stream(stream):
+                    results[model].append(factories.PATHS[path](**tensors))
+                    assert len(results[model]) == i + 1
+        torch.cuda.synchronize()
+        for ours, right in zip(results, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
+
+
+@two_gpus
+@pytest.mark.parametrize("num_tokens", [1, 200, 700])
+def test_auto_on_a_device_that_is_not_the_current_one(num_tokens):
+    """Eager, compiled and in a CUDA graph."""
+    torch.use_deterministic_algorithms(False)
+    tensors = skewed(num_tokens, 256, 704)
+    layer = SparseFFN(256, 704, device="cuda", dtype=torch.bfloat16).eval()
+    for name in ("gate", "up", "down"):
+        getattr(layer, f"{name}_proj").weight = nn.Parameter(tensors[f"w_{name}"], False)
+    x = tensors["x"].to("cuda:1")
+    layer.to("cuda:1").backend = "auto"
+    most = 1 << (num_tokens - 1).bit_length()  # for which a plan asks
+    half = Point(most, 0, 704, {"dense": 1.0, ops.choose(num_tokens): 0.5})
+    layer.calibration = Calibration("x", 256, 704, True, "bfloat16", "", "", (half,))
+    layer.observe(0, 0)
+    assert layer.chooser.path(num_tokens) == ops.choose(num_tokens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.device(0):
+        results = [layer(x), torch.compile(layer, fullgraph=True, dynamic=False)(x)]
+        with torch.cuda.device(1):
+            torch.cuda.synchronize()
+            # By default a capture takes the stream of the first one, on whatever device that was.
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+                results.append(layer(x))
+        graph.replay()
+        torch.cuda.synchronize("cuda:1")
+    for y in results:
+        assert y.device == x.device
+        assert_close(y.to("cuda:0"), tensors)

@@ -13,7 +13,7 @@ from twell.__main__ import main
 from twell.measure import decode, imposed, model, runner, serving
 from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
-from twell.measure.providers import TRITON_COMPILED
+from twell.measure.providers import TRITON_COMPILED, model_providers
 from twell.measure.sides import Subject, embed, random_model
 from twell.measure.trainer import train_step
 from twell.sparse.plan import Chooser
@@ -112,3 +112,11 @@ def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
     assert [row["rounds"] for row in rows] == [1, 1, 1]
     assert {situation for situation, *_ in captured} == {"graph"}
     assert ("graph", True, "decode") in captured
+
+
+def test_decoding_with_tuned_layers():
+    options = {"shapes": [], "active": [10], "decode": [1], "decode_context": 50}
+    rows = language_model("0.5b", SMALL, **options, compiled=True, tuned=True)
+    names = [provider.name for provider in model_providers(True, tuned=True)]
+    assert [row["provider"] for row in rows["decode"]] == names
+    assert all(row["same"] > 0.9 and row["p50"] > 0 for row in rows["decode"])

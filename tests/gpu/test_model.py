@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.gpu.test_gpu import two_gpus
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 
 PATHS = [None, "rowwise", "union", "decode"]
@@ -107,3 +108,31 @@ def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):
     assert torch.equal(
         sparse.generate(sequence[:, :12], cache_implementation="static", **options), expected
     )
+
+
+@two_gpus
+def test_replicas_on_two_gpus_have_the_losses_and_gradients_of_one():
+    """nn.DataParallel, which runs replicas in threads."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
+    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "l1_coefficient": 0.1}
+    model = SparseLlamaForCausalLM(SparseLlamaConfig(**sizes)).cuda().train()
+    model.set_ffn_backend("auto")
+    x = torch.randint(512, (8, 128), device="cuda")
+    total = {"num_tokens_in_batch": x.numel(), "num_items_in_batch": x[:, 1:].numel()}
+    # One GPU takes the halves in turn: products of other shapes round otherwise, and gates near
+    # zero then change the gradients by 4e-4.
+    results = []
+    for run, parts in ((model, x.chunk(2)), (torch.nn.DataParallel(model), [x])):
+        model.zero_grad()
+        outputs = [run(input_ids=p, labels=p, use_cache=False, **total) for p in parts]
+        loss, l1 = (torch.cat([getattr(o, n).reshape(-1) for o in outputs]) for n in ("loss", "l1"))
+        loss.sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
+        counts = torch.stack([ffn.stats.take()[1] for ffn in model.ffns])
+        results.append([loss, l1, gradients, counts])
+    (*expected, counts), (*replicas, recounts) = results
+    for one, other in zip(expected, replicas, strict=True):
+        assert (other - one).norm() <= 1e-5 * one.norm()
+    assert counts.sum() == recounts.sum() == 4 * x.numel()
+    assert (counts - recounts).abs().sum() <= 8  # a gate near zero may be rounded

@@ -13,11 +13,11 @@ import yaml
 
 pytest.importorskip("triton")
 
-from tests import fuzz_training
+from tests import fuzz, fuzz_training
 from tests.factories import ops
 from tests.factories.sparse import watched
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
-from twell import results
+from twell import collect_l1, results
 from twell.measure.patterns import EVEN, SKEWED
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse import training_ops
@@ -267,3 +267,60 @@ def test_sharded_over_two_gpus_the_losses_are_those_of_one(tmp_path, compile):
         np.testing.assert_allclose(*values, rtol=rtol, err_msg=metric)
     launched = results.load_provenance(tmp_path / "two")["command"]
     assert "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP" in launched
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("seed", range(SEED, SEED + 25))
+def test_random_case(path, seed):
+    fuzz_training.check_training(fuzz.draw(seed, large=True), "cuda", path, beyond=True)
+
+
+@two_gpus
+@pytest.mark.parametrize("path", PATHS)
+def test_a_device_that_is_not_the_current_one(path):
+    tensors = skewed(300)
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        leaves = {name: None if t is None else t.detach().to(device) for name, t in tensors.items()}
+        leaves["w_down"] = leaves["w_down"].t().contiguous().t()
+        leaves = leaves_of(leaves)
+        with torch.cuda.device(0):
+            trained = ops.train(path, 5632, **leaves)
+            (trained.y.float().square().sum() + trained.l1.sum()).backward()
+        gradients = [t.grad for t in leaves.values() if t is not None]
+        results.append([trained.y, trained.l1, *gradients])
+    for a, b in zip(*results, strict=True):
+        assert b.device.index == 1 and torch.equal(a, b.to("cuda:0"))
+
+
+@two_gpus
+def test_layers_on_two_gpus_train_sparsely():
+    """As a device map places them; the steps equal those of the same layers on one GPU."""
+    losses = []
+    for devices in (("cuda:0", "cuda:0"), ("cuda:0", "cuda:1")):
+        torch.manual_seed(0)
+        layers = torch.nn.ModuleList(
+            SparseFFN(256, 704, backend="triton", bias=True) for _ in range(2)
+        )
+        with torch.no_grad():
+            for ffn, device in zip(layers, devices, strict=True):
+                ffn.gate_proj.bias.fill_(-0.7)
+                ffn.to(device)
+        optimizer = torch.optim.AdamW(layers.parameters(), 1e-3)
+        sparse = SparseTraining(layers)
+        x = torch.randn(500, 256)
+        losses.append([])
+        for _ in range(5):
+            for _ in sparse.attempts():
+                optimizer.zero_grad()
+                y = x.to(devices[0])
+                autocast = torch.autocast("cuda", torch.bfloat16)
+                with autocast, collect_l1(layers) as terms:
+                    for ffn, device in zip(layers, devices, strict=True):
+                        y = y.to(device) + ffn(y.to(device))
+                loss = y.float().square().mean() + 1e-3 * terms.by_layer().sum().to(device)
+                loss.backward()
+            optimizer.step()
+            losses[-1].append(float(loss))
+        assert sparse.summary()["sparse_layers"] == 2
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]

@@ -40,6 +40,8 @@ MODEL = [
     ({"active": [96]}, "active is .* less than 96"),
     ({"profile": "hump"}, "profile 'hump' is unknown"),
     ({"shapes": [(4, 0)]}, "hold 0; it has to be at least 1"),
+    ({"shapes": [], "layers": True}, "layers: measured on the first of the batches"),
+    ({"layers": True, "ordered": True}, "layers: they are timed in the text's order"),
     ({"tuned": True}, "tuned: decoding"),
     ({"overrides": [*TINY, "activation=silu"]}, "quick has the activation 'silu'"),
     ({"out": "."}, r"decode.csv has the columns \['tokens', 'active'"),
@@ -50,6 +52,7 @@ SMALL = {"model": "quick", "overrides": [*TINY, "precision=bf16"]}
 CASES = [(ffn, {"tokens": [4]} | options, words) for options, words in LAYER]
 CASES += [(train_step, SMALL | options, words) for options, words in STEPS]
 CASES += [(language_model, GIVEN | options, words) for options, words in MODEL]
+CASES += [(calibrate, {"out": out}, "cannot be written") for out in ("none/c.json", ".")]
 CASES += [(calibrate, SHAPE | {"hidden_size": 33}, "hidden_size is 33")]
 CASES += [(crossover, SHAPE | {"tokens": 0}, "tokens holds 0")]
 

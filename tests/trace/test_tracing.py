@@ -115,6 +115,15 @@ def test_what_cannot_be_traced_or_counted_is_refused(loaded):
         trace.silenced_loss(model, [[1], [2]], [(0, 0)])
 
 
+def test_compiled_layers_are_refused_and_not_left_out(loaded):
+    model, tokenizer = loaded
+    torch.compiler.reset()
+    for ffn in model.ffns:
+        ffn.compile(backend="eager")
+    with pytest.raises(RuntimeError, match="layer 0 showed no activity, as under torch.compile"):
+        trace.trace_tokens(model, tokenizer, random_sequences(9))
+
+
 def test_text_is_cut_into_contexts_and_read_back(loaded):
     model, tokenizer = loaded
     text = "ba de <b>fun</b> — 😀 " * 20

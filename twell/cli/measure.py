@@ -49,7 +49,7 @@ Spread = Annotated[
     option("How active neurons are spread over layers: evenly, or as in the paper's Fig. 6."),
 ]
 Active = Annotated[
-    float | None, option("Mean active neurons per token and layer; default: the paper's.")
+    float | None, option("Mean active neurons per token and layer; default: the paper's, or 29.")
 ]
 HiddenSize = Annotated[int, option("Width of the model.", LAYER)]
 IntermediateSize = Annotated[int, option("Neurons.", LAYER)]
@@ -169,7 +169,7 @@ def model(
     batches: Annotated[str, option("Sequences x tokens of each, with commas, or none.")] = BATCHES,
     spread: Spread = None,
     active: Annotated[
-        str | None, option("Mean active neurons per token; default: the paper's.", RANDOM)
+        str | None, option("Mean active neurons per token; default: the paper's, or 29.", RANDOM)
     ] = None,
     layers: Annotated[bool, flag("--layers", "Also each feed-forward layer alone.")] = False,
     decode: Annotated[

@@ -26,6 +26,7 @@ from twell.measure.providers import (
     COMPILED,
     DENSE_COMPILED,
     DENSE_EAGER,
+    DENSE_KERNELS,
     FP8,
     FP8_TENSOR,
     HYBRID,
@@ -38,7 +39,7 @@ from twell.measure.runner import MODES, Call, Gpu, bench, repeat
 from twell.models.quantize import quantize_
 from twell.sparse import float8
 from twell.sparse.activations import RELU, Activation, get_activation
-from twell.sparse.calibration import EAGER
+from twell.sparse.calibration import EAGER, Calibration
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
 from twell.sparse.training import SparseTraining
@@ -181,6 +182,7 @@ class Case:
     """
 
     weight_sets, allowed = WEIGHT_SETS, 0.0
+    calibration: Calibration | None = None  # of "auto" in bf16; None: the card's
 
     def __init__(
         self,
@@ -260,6 +262,8 @@ class Case:
         give(layer, weights, self.bias)
         if provider.in_fp8:
             quantize_(layer)
+        else:
+            layer.calibration = self.calibration
         layer.path = provider.path
         layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
         return layer.eval()
@@ -269,11 +273,11 @@ class Case:
         if not provider.in_fp8:
             return self.exact, self.allowed
         if provider.backend != "dense":
-            return self._exact_in_fp8, 0.0
+            return self._exact_in_fp8, self.allowed
         kind = quantized.KINDS[provider.precision]
         wide = [None if w is None else kind(w.contiguous()).wide() for w in self.sets[0]]
         exact = Exact.of(float8.wide(*kind.read(self.x)), wide, fp8=True)
-        return exact, exact.fp8_limit
+        return exact, max(exact.fp8_limit, self.allowed)
 
     @cached_property
     def _exact_in_fp8(self) -> Exact:
@@ -318,7 +322,7 @@ class Case:
             row = self.columns | {"weight_sets": len(self.sets), "provider": provider.name}
             row |= columns | {"path": self.path(provider)}
             results.append(row)
-            if kernels and provider.path:
+            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
                 parts += [row | one for one in runner.kernel_rows(self.gpu, self.calls[provider])]
         rows.add("ffn", results)
         rows.add("kernels", parts)

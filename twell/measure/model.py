@@ -38,6 +38,7 @@ from twell.sparse import float8
 from twell.sparse.layer import SparseFFN, captured_by_hand
 
 FILES = "model", "model_layers", "decode"
+TIMES = "dense", "sparse", "auto", "auto_path", "relative_rms"  # of layers alone
 ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
 Draw = Callable[..., Tensor]
@@ -76,6 +77,10 @@ def language_model(
     gpu, rows = runner.Gpu(energy), Rows(out, *FILES)
     least = min([*itertools.chain(*shapes), *decode, decode_context])
     require(least >= 1, f"batches and documents hold {least}; it has to be at least 1")
+    for name, first in {"layers": layers, "alike": alike}.items():
+        unfit = f"{name}: measured on the first of the batches, and there is none"
+        require(bool(shapes) or not first, unfit)
+    require(not (layers and ordered), "layers: they are timed in the text's order; ordered is not")
     unfit = "tuned: decoding is timed so with compiled layers; say how many documents to decode"
     require(not tuned or bool(decode and compiled is not False), unfit)
     reason = float8.why_not(gpu.device) if fp8 else None
@@ -202,6 +207,7 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
         inputs = x.flatten(0, -2), ffn.first.weight, ffn.up_proj.weight, subject.by_neuron[index]
         case = Case(subject.gpu, f"layer {index}", inputs, gated=ffn.gated)
         case.allowed = check.allowed(case.exact, case.x, case.sets[0])
+        case.calibration = subject.calibrations[index]
         sparse = Provider("triton", ops.choose(len(case.x)))
         names = {"dense": DENSE_COMPILED, "sparse": sparse, "auto": AUTO}
         columns = bench(case, names.values())
@@ -220,5 +226,5 @@ def layer_rows(case: dict, activity: Sequence[dict], times: Sequence[dict] | Non
     for index, layer in enumerate(activity):
         row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
         row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
-        rows.append(row | (times[index] if times else {}))
+        rows.append(row | (times[index] if times else dict.fromkeys(TIMES)))
     return rows

@@ -43,6 +43,8 @@ COLUMNS = {
         "high dense_difference dense_low dense_high active",
     }.items()
 }
+# Columns that only some rows have, or only recorded ones: None in the others.
+OPTIONAL = set("energy watts idle flops bytes roofline forward wanted".split())
 # The printed columns of a row, where they have values.
 SHOWN = (
     "model batch context pattern tokens active layer kernel provider path p50 ms dense sparse auto "
@@ -70,8 +72,8 @@ class Rows:
             require(existing[: len(columns)] == columns, message)
 
     def add(self, name: str, rows: Iterable[dict]) -> None:
-        """Append and print rows, with the columns of their file."""
-        rows = [{column: row.get(column) for column in COLUMNS[name]} for row in rows]
+        """Append and print rows, each with its file's columns; KeyError for a row without one."""
+        rows = [{c: row.get(c) if c in OPTIONAL else row[c] for c in COLUMNS[name]} for row in rows]
         for row in rows:
             shown = (f"{c} {row[c]}" for c in SHOWN if row.get(c) is not None)
             print(f"{name}:", *shown, sep="  ", flush=True)

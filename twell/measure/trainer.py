@@ -259,6 +259,8 @@ class Trainer:
             "capacity": self.sparse and self.sparse.summary()["capacity"],
             "tokens_per_second": round(1e3 * self.tokens.numel() / columns["p50"]),
             "peak": self.gpu.peak(self.step)[1],
+            "largest": None,
+            "largest_tokens_per_second": None,
         }
         if largest and (most := self.largest()):
             ms = np.median(self.gpu.replay_times(self.step, 5, lead=1))

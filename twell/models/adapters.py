@@ -32,10 +32,18 @@ WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 class Adapter:
     """How modules of one class compute a feed-forward layer, by the names of their attributes.
 
-    docs/models.md explains the fields. The forward of an inline module gets a stand-in for it, with
-    the SparseFFN as `up` and identities as `act` and `down`. So nothing else may stand between the
-    two projections. Raises ValueError for an unknown activation, and where it is missing or given
-    twice.
+    gate, up, down: the projections, nn.Linear. Without a gate the layer is down(act(up(x))), else
+        down(act(gate(x)) * up(x)).
+    act: the activation, a module or function. Where the class has no such attribute, `activation`
+        and `threshold` say what it computes (twell/sparse/activations.py).
+    dropout: the nn.Dropout between h and the down projection, if any.
+    inline: whether the module computes more than this layer, as OPT's decoder layer does. Its
+        forward then gets a stand-in for the module, with the SparseFFN as `up` and identities as
+        `act` and `down`. So nothing else may stand between the two projections.
+    config: the field of the model's configuration that names the activation.
+    norm: the model's last norm, seen from its `base_model`; for the words of the inspector.
+
+    Raises ValueError for an unknown activation, and where it is missing or given twice.
     """
 
     up: str
@@ -104,9 +112,10 @@ KNOWN_NAMES = "nn.ReLU, nn.Threshold, F.relu, torch.relu and transformers' ReLUS
 def register_adapter(kind: type[nn.Module], **fields: Any) -> None:
     """Let `twell.sparsify` replace modules of a class; `fields` as of `twell.models.Adapter`.
 
-    kind: the class itself; classes that inherit from it need an adapter of their own. The page
-    docs/models.md explains the fields. Raises TypeError for a field that does not exist, and
-    ValueError for values that do not fit together.
+    kind: the class itself; classes that inherit from it need an adapter of their own. A second call
+    replaces the first. `sparsify` compares the results of every module of the class with
+    SparseFFN's (not of inline ones), and refuses an adapter that describes something else. Raises
+    TypeError for a field that does not exist, and ValueError for values that do not fit together.
     """
     ADAPTERS[_name(kind)] = Adapter(**fields)
 

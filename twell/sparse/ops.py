@@ -467,6 +467,8 @@ def ffn(
             return ffn(*given, activation=activation, threshold=threshold, path=path, out=out)
     if x.dim() == 0:
         raise ValueError("x is a single number, expected [..., hidden_size]")
+    if w_up.dim() == 0:
+        raise ValueError("w_up is a single number, expected [intermediate_size, hidden_size]")
     if out is not None:
         _check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)

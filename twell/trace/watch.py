@@ -50,10 +50,23 @@ class Watcher(Collector):
     def __init__(self, ffns: Sequence[SparseFFN], observer: Any):
         super().__init__(ffns, hidden=True)
         self.observer, self.number = observer, {id(ffn): n for n, ffn in enumerate(ffns)}
+        self.seen: set[int] = set()  # the layers of a batch
 
     def see(self, ffn: SparseFFN, g: Tensor, h: Tensor) -> None:
+        self.seen.add(id(ffn))
         token, neuron = (g != 0).nonzero(as_tuple=True)
         self.observer.layer(self.number[id(ffn)], token, neuron, h[token, neuron].float())
+
+    def end(self, logprob: Tensor) -> None:
+        """End a batch. Raises RuntimeError where a layer showed nothing."""
+        missing = [n for key, n in self.number.items() if key not in self.seen]
+        if missing:
+            raise RuntimeError(
+                f"layer {missing[0]} showed no activity, as under torch.compile; "
+                "trace the model before it is compiled"
+            )
+        self.seen.clear()
+        self.observer.end(logprob)
 
 
 def watch(
@@ -65,10 +78,10 @@ def watch(
     layer(layer, token, neuron, value) with its n active entries: token and neuron int64 [n],
     ascending, tokens numbered from 0 in the batch, and their h, float32 [n]; and end(logprob), with
     fp32 [B, S], NaN for the first token of each sequence. Raises ValueError for a token that the
-    model does not have, and for an empty sequence.
+    model does not have, and for an empty sequence, and RuntimeError for compiled layers.
     """
-    with Watcher(sparse_ffns(model), observer):
-        score(model, sequences, batch, observer.end, observer.begin)
+    with Watcher(sparse_ffns(model), observer) as watcher:
+        score(model, sequences, batch, watcher.end, observer.begin)
 
 
 @torch.no_grad()
