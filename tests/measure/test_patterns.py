@@ -1,6 +1,5 @@
 """Layers and models of a known activity."""
 
-
 import numpy as np
 import pytest
 import torch
