@@ -99,6 +99,15 @@ def of_up(u, ACT):
 
 
 @triton.jit
+def hidden(g, u, threshold, dtype, ACT):
+    """h in fp32 of the projections' results in fp32; without a gate u is None."""
+    h = of_gate(rectified(g, threshold), dtype, ACT)
+    if u is not None:
+        h *= of_up(u, ACT)
+    return h
+
+
+@triton.jit
 def through_gate(gradient, g, ACT):
     """The gradient of the first projection's result, from that of `of_gate`."""
     if ACT == "relu2":

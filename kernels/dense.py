@@ -6,7 +6,7 @@ sparse path is faster. Under torch.compile the operators use the plain formula i
 with its surroundings.
 
 With gate and up in FP8 their products are torch's, in FP8 too, and so is the third one where the
-weights have `down_fp8`.
+weights have `down_fp8`; one kernel then computes h and quantises it.
 
     x, y [M, K]    g, u, h [M, N]
     g = x w_gate^T + b_gate    u = x w_up^T + b_up    h = relu(g) u    y = h w_down_t + b_down
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.kernels.common import cdiv, narrow, of_gate, of_up, rectified
+from twell.kernels.common import cdiv, hidden, narrow
 from twell.kernels.float8 import quantize, quantized
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
@@ -41,12 +41,10 @@ def relu_times_kernel(g_ptr, u_ptr, threshold, size, ACT: tl.constexpr, BLOCK: t
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    u = None
     if u_ptr is not None:
         u = tl.load(u_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    h = of_gate(rectified(g, threshold), dtype, ACT)
-    if u_ptr is not None:
-        h *= of_up(u, ACT)
-    tl.store(g_ptr + place, narrow(h, dtype), mask=inside)
+    tl.store(g_ptr + place, narrow(hidden(g, u, threshold, dtype, ACT), dtype), mask=inside)
 
 
 def relu_times(g: Tensor, u: Tensor | None, act: Activation = RELU) -> Tensor:
@@ -77,14 +75,15 @@ def ffn(
             return F.linear(x, w, b)
         return float8.linear(x, x_scale, w, w_scale, b)
 
-    u = linear(weights.w_up, weights.s_up, weights.b_up)
+    g, u = linear(weights.w_up, weights.s_up, weights.b_up), None
     if weights.gated:
-        h = relu_times(linear(weights.w_gate, weights.s_gate, weights.b_gate), u, weights.act)
-    else:
-        h = u.relu_() if weights.act == RELU else relu_times(u, None, weights.act)
+        g, u = linear(weights.w_gate, weights.s_gate, weights.b_gate), g
     if weights.down_fp8 is not None:
-        y = float8.linear(*quantize(h), *weights.down_fp8, weights.b_down)
+        h = quantize(g, u, weights.act)
+        y = float8.linear(*h, *weights.down_fp8, weights.b_down)
         return y if out is None else out.copy_(y)
+    simple = u is None and weights.act == RELU
+    h = g.relu_() if simple else relu_times(g, u, weights.act)
     if out is None:
         return F.linear(h, weights.w_down_t.t(), weights.b_down)
     if weights.b_down is None:

@@ -7,6 +7,9 @@ Under torch.compile the reference is used instead, which fuses with the norm bef
 
     amax = max(max |x|, 1e-12)    scale = amax * (1 / 448)    values = round(x * (448 / amax))
 
+The same kernel quantises h of a dense layer whose down projection is in FP8 too: it computes h from
+g and u, so that h is neither stored nor read.
+
 Reference: twell.sparse.float8.quantize.
 """
 
@@ -17,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import INTERPRETED, next_power_of_2, on_device
+from twell.kernels.common import INTERPRETED, hidden, narrow, next_power_of_2, on_device
 from twell.kernels.launch import direct
 from twell.kernels.options import with_fusion
-from twell.sparse.activations import Weights
+from twell.sparse.activations import Activation, Weights
 from twell.sparse.float8 import FLOAT8
 
 LARGEST = tl.constexpr(448.0)
@@ -47,11 +50,19 @@ def narrow_float8(value):
 
 @direct
 @triton.jit
-def quantize_kernel(x_ptr, values_ptr, scale_ptr, stride, K, BK: tl.constexpr):
-    """One row."""
+def quantize_kernel(
+    x_ptr, u_ptr, values_ptr, scale_ptr, stride, threshold, K, ACT: tl.constexpr, BK: tl.constexpr
+):
+    """One row of x; with ACT of h, which x makes as g, with u if there is one (dense.py)."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BK)
     x = tl.load(x_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
+    if ACT is not None:
+        dtype: tl.constexpr = x_ptr.dtype.element_ty
+        u = None
+        if u_ptr is not None:
+            u = tl.load(u_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
+        x = narrow(hidden(x, u, threshold, dtype, ACT), dtype).to(tl.float32)
     finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 0) == BK
     amax = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
     tl.store(scale_ptr + row, tl.where(finite, amax * (1 / LARGEST), float("nan")))
@@ -59,10 +70,13 @@ def quantize_kernel(x_ptr, values_ptr, scale_ptr, stride, K, BK: tl.constexpr):
     tl.store(values_ptr + row * K + k, narrow_float8(values), mask=k < K)
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, u: Tensor | None = None, act: Activation | None = None
+) -> tuple[Tensor, Tensor]:
     """Values [M, K] float8_e4m3fn and scales [M] fp32 of x [M, K] in bf16, M at least 1.
 
-    A row with NaN or inf gets the scale NaN.
+    With `act` of h instead, where x is the first projection's result and u that of the other, if
+    there is one; both are contiguous. A row with NaN or inf gets the scale NaN.
     """
     num_rows, size = x.shape
     if x.stride(1) != 1:
@@ -71,8 +85,10 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
     options = with_fusion(BK=block, num_warps=min(max(block // 1024, 1), 16))
+    name, threshold = (None, None) if act is None else (act.name, act.threshold or None)
+    given = x, u, values, scale, x.stride(0), threshold, size
     with on_device(x):
-        quantize_kernel[(num_rows,)](x, values, scale, x.stride(0), size, **options)
+        quantize_kernel[(num_rows,)](*given, ACT=name, **options)
     return values, scale
 
 

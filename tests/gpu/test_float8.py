@@ -8,9 +8,11 @@ pytest.importorskip("triton")
 import twell
 from tests import fuzz
 from tests.factories import SEED
+from twell.kernels import dense
 from twell.kernels import float8 as kernels
 from twell.measure import synthetic_layer
 from twell.sparse import float8
+from twell.sparse.activations import RELU
 
 needs_fp8 = pytest.mark.skipif(
     torch.cuda.is_available() and float8.why_not(torch.device("cuda")) is not None,
@@ -43,8 +45,11 @@ def test_real_shapes(path, num_tokens, pattern, values):
 def test_one_kernel_quantises_as_the_reference_does(num_tokens):
     x = torch.randn(num_tokens, 2048, device="cuda", dtype=torch.bfloat16)
     x[0, 3], x[-1] = 1e4, 0
-    for result, expected in zip(kernels.quantize(x), float8.quantize(x), strict=True):
-        assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
+    g, u = torch.randn(2, num_tokens, 5632, device="cuda", dtype=torch.bfloat16)
+    stored = dense.relu_times(g.clone(), u)
+    for given, rows in (((x,), x), ((g, u, RELU), stored), ((g, None, RELU), g.relu())):
+        for result, expected in zip(kernels.quantize(*given), float8.quantize(rows), strict=True):
+            assert torch.equal(result.view(torch.uint8), expected.view(torch.uint8))
 
 
 @torch.no_grad()

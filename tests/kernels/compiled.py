@@ -189,6 +189,7 @@ def compile_layers(
     scale = None
     if fp8:
         float8.quantize(x)
+        float8.quantize(x, x if gated else None, act)
         layer, x, scale = quantized(layer), x.to(FLOAT8), torch.empty(len(x))
 
     def infer(path, num_tokens: int) -> None:
@@ -379,7 +380,9 @@ def every_call(in_fp8: bool) -> list[tuple[str, int, Callable]]:
     w = torch.empty(300, 2048, dtype=torch.bfloat16)
     layer, activity = Weights(w, w, w), torch.zeros(4, dtype=torch.int64)
     calls = [("relu_times", 300, lambda x: dense.relu_times(x, x))]
-    calls += [("quantize", 300, float8.quantize)] if in_fp8 else []
+    if in_fp8:
+        calls += [("quantize", 300, float8.quantize)]
+        calls += [("quantize h", 300, lambda x: float8.quantize(x, x, RELU))]
     inference = [(m, decode) for m in (1, 3, 20, 500)] + [(300, rowwise), (700, union)]
     for num_tokens, path in inference:
         for weights in (layer, quantized(layer)) if in_fp8 else (layer,):

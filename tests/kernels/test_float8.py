@@ -10,8 +10,10 @@ from tests.factories import SEED
 from tests.factories import ops as factories
 from tests.factories.kernels import DEVICE, integer_case
 from tests.factories.ops import run
+from twell.kernels import dense
 from twell.kernels import float8 as kernels
 from twell.sparse import float8
+from twell.sparse.activations import get_activation
 
 
 def hard_rows(size):
@@ -48,6 +50,17 @@ def test_rows_are_quantised_as_torch_rounds(size):
     step = torch.maximum(rows.double().abs() / 8, scale.double()[:, None] * 2.0**-9)
     assert ((wide - rows.double()).abs() <= step / 2 * (1 + 1e-6))[finite].all()
     assert (values.float().abs().amax(1) == 448)[rows.float().abs().amax(1) > 1e-11].sum() >= 30
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name, threshold", [("relu", 0.0), ("relu2", 0.1), ("drelu", 2.5)])
+def test_h_is_quantised_as_it_would_be_after_it_was_stored(name, threshold, gated):
+    act = get_activation(name, threshold)
+    g = hard_rows(48)
+    u = g.flip(0) if gated else None
+    stored = dense.relu_times(g.clone(), u, act)
+    for values, expected in zip(kernels.quantize(g, u, act), float8.quantize(stored), strict=True):
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("num_neurons, gated, biases", [(96, True, False), (7, False, True)])

@@ -88,6 +88,7 @@ def ffn(
     ] = None,
     energy: Energy = False,
     kernels: Annotated[bool, flag("--kernels", "Also each kernel of our paths.")] = False,
+    auto: Annotated[bool, flag("--auto", "Of our paths auto alone.")] = False,
     out: Out = BENCH,
 ) -> None:
     """Time one layer in bf16: dense, by each path of the kernels, and by auto.
@@ -112,6 +113,7 @@ def ffn(
         mode=mode,
         energy=energy,
         kernels=kernels,
+        auto=auto,
         out=out,
     )
 

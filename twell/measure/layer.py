@@ -69,13 +69,14 @@ def ffn(
     mode: str | None = None,
     energy: bool = False,
     kernels: bool = False,
+    auto: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
     """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
     patterns: names of PATTERNS. backward: time a pass forward and backward. mode: one of MODES
-    (`runner`); default: graph up to 4,096 tokens, else and in training stream. FP8 is timed in
-    these two. out: the folder of ffn.csv and kernels.csv, or training.csv and training_kernels.csv.
+    (`runner`); default: graph up to 4,096 tokens, else and in training stream. auto: of our paths
+    "auto" alone. out: the folder of ffn.csv and kernels.csv, or training.csv and training_kernels.csv.
 
     Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
     wrong result, RuntimeError without a GPU. Ours.
@@ -98,6 +99,7 @@ def ffn(
                 given = {"active": mean, "pattern": PATTERNS[name], "device": gpu.device}
                 inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
                 case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
+                case.auto = auto
                 case.measure(rows, kernels)
                 del case, inputs  # before the next ones are drawn
                 torch.cuda.empty_cache()
@@ -178,10 +180,11 @@ class Case:
 
     pattern: the column, to which another activation and biases (of zeros) are added. inputs: x,
     w_gate, w_up and w_down (not gated: w_gate is w_up). Results are checked in the mode in which
-    they are timed. `allowed` is a relative RMS, where it is more than the tolerance.
+    they are timed. `allowed` is a relative RMS, where it is more than the tolerance. With `auto`
+    the sparse paths are left out.
     """
 
-    weight_sets, allowed = WEIGHT_SETS, 0.0
+    weight_sets, allowed, auto = WEIGHT_SETS, 0.0, False
     calibration: Calibration | None = None  # of "auto" in bf16; None: the card's
 
     def __init__(
@@ -234,8 +237,8 @@ class Case:
 
     def providers(self) -> list[Provider]:
         """Return the providers to time, in FP8 too where it can be measured."""
-        ours = [*(Provider("triton", path) for path in self.paths()), AUTO]
-        plain = self.act == RELU and not self.bias and self.mode in ("stream", "graph")
+        ours = [Provider("triton", path) for path in ([] if self.auto else self.paths())] + [AUTO]
+        plain = self.act == RELU and not self.bias
         if not plain or float8.why_not(self.x.device) is not None:
             return [DENSE_EAGER, DENSE_COMPILED, *ours]
         dense = [Provider("dense", None, COMPILED, kind) for kind in (FP8, FP8_TENSOR)]
@@ -272,8 +275,9 @@ class Case:
         """Return the exact result of a provider, and a limit above the tolerance or 0."""
         if not provider.in_fp8:
             return self.exact, self.allowed
-        if provider.backend != "dense":
+        if self.path(provider) != "dense":
             return self._exact_in_fp8, self.allowed
+        # Our dense path too has its down projection in FP8.
         kind = quantized.KINDS[provider.precision]
         wide = [None if w is None else kind(w.contiguous()).wide() for w in self.sets[0]]
         exact = Exact.of(float8.wide(*kind.read(self.x)), wide, fp8=True)

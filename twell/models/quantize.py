@@ -30,8 +30,8 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
 
     module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: a
     `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
-    take 4 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 3 of
-    4), and one more with `down=True`. Every backend computes with them; `twell.sparse.float8` has
+    take 5 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 4 of
+    4), and one less with `down=False`. Every backend computes with them; `twell.sparse.float8` has
     the formula. Saved Llamas keep them, and `twell.load` reads them; it refuses saved FP8 weights
     of other models.
 
@@ -52,7 +52,7 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
         for name, part in _parts(ffn):
             _replace(ffn, name, Float8Linear.of(part, **options).train(part.training))
         ffn.chooser.quantized = True
-    _keep_down(module, getattr(config, "down", False))
+    _keep_down(module, getattr(config, "down", True))
 
 
 def _keep_down(module: nn.Module, in_fp8: bool) -> None:

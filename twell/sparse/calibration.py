@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# The time of each path depends on the number of tokens and on this.
+# The time of each path depends on the number of tokens and on this; see `Calibration._work`.
 DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "union"}
 # A sparse path must be predicted faster than dense by this share: two measurements of one call
 # differ by 1 to 2%, and a wrong sparse choice costs more than such a gain.
@@ -193,14 +193,23 @@ class Calibration:
 
     # --- the choice
 
+    def _work(self, path: str, active: float, union: float) -> float:
+        """Return the number of neurons on which the time of a path depends.
+
+        The path "union" has blocks of 128 tokens in bf16 (kernels/options.py). Their unions follow
+        from those of 64 tokens by a power law, as those of 64 from one token's.
+        """
+        if path == "union" and self.dtype != FLOAT8 and active:
+            return min(union * (union / active) ** (1 / 6), self.intermediate_size)
+        return {None: 0.0, "active": active, "union": union}[DEPENDS_ON[path]]
+
     @cached_property
     def _curves(self) -> dict[str, Curves]:
         """By path a list of (tokens, curve); a curve is pairs (active or union, ms). Both rise."""
         times = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         for point in self.times:
             for path, ms in point.ms.items():
-                x = getattr(point, DEPENDS_ON[path]) if DEPENDS_ON[path] else 0.0
-                times[path][point.tokens][x].append(ms)
+                times[path][point.tokens][self._work(path, point.active, point.union)].append(ms)
         return {
             path: sorted(
                 (tokens, sorted(_medians(by_x).items())) for tokens, by_x in curves.items()
@@ -233,10 +242,9 @@ class Calibration:
         measured, and below its smallest measured number of tokens; decode also above its largest.
         No time is below the `floors` of the situation, which are constant beyond those measured.
         """
-        activity = {None: 0.0, "active": active, "union": union}
         times = {}
         for path, curves in self._curves.items():
-            ms = _interpolate(curves, num_tokens, activity[DEPENDS_ON[path]])
+            ms = _interpolate(curves, num_tokens, self._work(path, active, union))
             (fewest, _), (most, _) = curves[0], curves[-1]
             known = ms is not None and num_tokens >= fewest
             known &= path != "decode" or num_tokens <= min(most, DECODE_CHUNK)

@@ -8,8 +8,8 @@ fp32 scale, so that the row is values * scale:
 A neuron's weights are quantised once, a token's x in every call. Products are summed by the FP8
 tensor cores, with their short accumulators (torchao's "fast accumulation"), and scaled in fp32;
 g, h and y are rounded to bf16, and the sparse paths keep the down projection in bf16: its rows are
-gathered by neuron, and widening them costs the kernels more than it saves. With `down` dense
-passes multiply in FP8 there too. A row of x with NaN or inf gets the scale NaN, so this token's y
+gathered by neuron, and widening them costs the kernels more than it saves. Dense passes multiply in
+FP8 there too, by a copy. A row of x with NaN or inf gets the scale NaN, so this token's y
 is NaN and no other token's.
 
 Ours, not the paper's.
@@ -47,14 +47,14 @@ class Float8DynamicActivationFloat8WeightConfig:
     granularity: `PerRow()`, the only one.
     down: dense passes compute the down projection in FP8 too, with a copy of its weights, a byte an
         entry, where N is a multiple of 16. On recorded models of 85 M it costs 0.01% of the
-        cross-entropy (data/bench/quality.csv).
+        cross-entropy (data/bench/quality.csv). False: the copy is not kept.
     keep_original: keep the bf16 weights on the CPU, so that `dequantize_` restores every bit; they
         take 4 bytes for each entry of gate and up together.
     """
 
     granularity: Any = PerRow()
     keep_original: bool = False
-    down: bool = False
+    down: bool = True
 
     def __post_init__(self):
         if type(self.granularity).__name__ != "PerRow":
