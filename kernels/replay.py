@@ -1,12 +1,12 @@
-"""CUDA graphs of eager calls that come again with the same addresses.
+"""CUDA graphs of eager calls that come again.
 
-The launches of a small layer take longer on the host than its kernels on the GPU. They depend on
-their arguments alone, and in a model that runs again and again the caching allocator gives every
-layer the same addresses. So `replay` captures the launches of a case that comes again, and replays
-the graph from then on. The kernels, their order and the bits stay the same.
+The launches of a small layer take longer on the host than its kernels on the GPU. So `ffn` captures
+the launches of a case that comes again, with copies of x and y at fixed addresses, and replays the
+graph from then on. The kernels, their order and the bits stay the same.
 
-The workspace of a graph stays allocated. All graphs of a stream share it, since they run one after
-the other. docs/kernel-log.md has the times.
+A case is a path, the number of tokens, the addresses of the weights and a stream. The graphs of a
+stream share their workspace and the copies, which stay allocated: they run one after the other.
+docs/kernel-log.md has the times.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
+from twell.kernels.common import empty_output
 from twell.sparse.activations import Weights
 
 # More tokens keep the GPU busy for longer than the host takes for their launches.
@@ -26,9 +28,41 @@ MAX_TOKENS = 4096
 REPEATS = 3  # calls of a case before its capture, so that all kernels are compiled and loaded
 MAX_CASES = 4096  # then all are dropped
 
-_cases: dict[Hashable, int | torch.cuda.CUDAGraph] = {}  # the number of calls, then the graph
-_streams: dict[tuple[int, int], tuple] = {}  # by device and stream: workspace, stream of captures
-_capturing = threading.Lock()
+
+class Stream:
+    """What the graphs of one stream share. `lock`: another thread may launch on it, too."""
+
+    def __init__(self):
+        self.pool, self.capturing = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self.lock = threading.Lock()
+        self.copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
+
+    def copies_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return places for x and y."""
+        kind = x.shape[1], x.dtype
+        if kind not in self.copies:
+            rows = x.new_empty(MAX_TOKENS, x.shape[1])
+            self.copies[kind] = rows, empty_output(rows)
+        return tuple(rows[: len(x)] for rows in self.copies[kind])
+
+
+class Graph(NamedTuple):
+    """The launches that compute y of x."""
+
+    graph: torch.cuda.CUDAGraph
+    x: Tensor
+    y: Tensor
+    lock: threading.Lock
+
+    def run(self, x: Tensor, out: Tensor | None) -> Tensor:
+        with self.lock:
+            self.x.copy_(x)
+            self.graph.replay()
+            return self.y.clone() if out is None else out.copy_(self.y)
+
+
+_cases: dict[Hashable, int | Graph] = {}  # the number of calls, then the graph
+_streams: dict[tuple[int, int], Stream] = {}  # by device and stream
 
 
 def fits(x: Tensor) -> bool:
@@ -36,38 +70,41 @@ def fits(x: Tensor) -> bool:
     return x.is_cuda and 0 < len(x) <= MAX_TOKENS and not torch.cuda.is_current_stream_capturing()
 
 
-def replay(
-    ffn: Callable,
+def again(
+    path: Callable,
     x: Tensor,
     weights: Weights,
-    x_scale: Tensor | None,
-    activity: Tensor | None,
-    y: Tensor,
-) -> None:
-    """Write y by a path's function, or by its graph where the same addresses came before.
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor | None:
+    """Return y by the graph of such a call; None where there is none yet."""
+    known = _cases.get(_case(path, x, weights, activity))
+    return known.run(x, out) if type(known) is Graph else None
 
-    The launches depend on addresses, sizes, types and the activation, and never wait for the host.
+
+def ffn(
+    path: Callable,
+    x: Tensor,
+    weights: Weights,
+    activity: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return y by a path's function, or by its graph where the case came before.
+
+    x is on the current device, and `fits`. The launches depend on sizes, types, addresses and the
+    activation, and never wait for the host.
     """
-    place = x.device.index, driver.active.get_current_stream(x.device.index)
-    given = x, *weights.tensors, x_scale, activity, y
-    tensors = [t if t is None else (t.data_ptr(), t.dtype, t.shape, t.stride()) for t in given]
-    case = place, ffn, weights.act.name, weights.act.threshold, *tensors
+    case = _case(path, x, weights, activity)
     known = _cases.get(case, 0)
-    if isinstance(known, torch.cuda.CUDAGraph):
-        known.replay()
-        return
-    launch = partial(ffn, x, weights, x_scale, activity=activity, out=y)
-    if known < REPEATS or not _capturing.acquire(blocking=False):
-        launch()
-        if len(_cases) >= MAX_CASES:
-            clear()
+    if type(known) is Graph:
+        return known.run(x, out)
+    if len(_cases) >= MAX_CASES:
+        clear()
+    if known < REPEATS:
         _cases[case] = known + 1
-        return
-    try:
-        _cases[case] = graph = _captured(place, launch)
-    finally:
-        _capturing.release()
-    graph.replay()
+        return path(x, weights, activity=activity, out=out)
+    _cases[case] = graph = _capture(path, x, weights, activity)
+    return graph.run(x, out)
 
 
 def clear() -> None:
@@ -76,17 +113,29 @@ def clear() -> None:
     _streams.clear()
 
 
-def _captured(place: tuple[int, int], launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    with torch.cuda.device(place[0]):
-        if place not in _streams:
-            _streams[place] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        pool, stream = _streams[place]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            # Other threads may allocate meanwhile.
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                launch()
-            finally:
-                graph.capture_end()
-    return graph
+def _case(path: Callable, x: Tensor, weights: Weights, activity: Tensor | None) -> Hashable:
+    given = activity, *weights.tensors, *(weights.down_fp8 or ())
+    tensors = [None if t is None else (t.data_ptr(), t.dtype, t.shape) for t in given]
+    act = weights.act
+    return path, *_place(x), x.dtype, x.shape, act.name, act.threshold, *tensors
+
+
+def _place(x: Tensor) -> tuple[int, int]:
+    return x.device.index, driver.active.get_current_stream(x.device.index)
+
+
+def _capture(path: Callable, x: Tensor, weights: Weights, activity: Tensor | None) -> Graph:
+    place = _place(x)
+    if place not in _streams:
+        _streams[place] = Stream()
+    stream = _streams[place]
+    x, y = stream.copies_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with stream.lock, torch.cuda.stream(stream.capturing):
+        # Other threads may allocate meanwhile.
+        graph.capture_begin(stream.pool, capture_error_mode="thread_local")
+        try:
+            path(x, weights, activity=activity, out=y)
+        finally:
+            graph.capture_end()
+    return Graph(graph, x, y, stream.lock)

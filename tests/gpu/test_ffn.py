@@ -1,7 +1,10 @@
 """twell.ffn on a GPU: graphs captured after warm_up, one compiled graph, two GPUs."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("triton")
 
@@ -53,27 +56,64 @@ def test_a_graph_is_captured_after_warm_up(num_tokens):
     assert torch.equal(out, twell.ffn(x, *weights, **options))
 
 
-@pytest.mark.parametrize("path", ["decode", "union", "rowwise"])
+@pytest.mark.parametrize("path", ["decode", "union", "rowwise", "dense"])
 @pytest.mark.parametrize("num_tokens", [1, 40, 700])
 def test_repeated_calls_replay_what_they_launched(path, num_tokens, monkeypatch):
     x, w_gate, w_up, w_down_t = layer(num_tokens)
-    tensors = x, w_gate, w_up, w_down_t.t(), None, None, None
+    tensors = w_gate, w_up, w_down_t.t(), None, None, None
     counted = [torch.zeros(4, dtype=torch.int64, device="cuda") for _ in range(2)]
     replay.clear()
     out, streams = torch.empty_like(x), [torch.cuda.current_stream(), torch.cuda.Stream()]
     for turn in range(12):
-        x.copy_(x.roll(1, 0) * 1.01)
+        x = x.roll(1, 0) * 1.01  # at another address
         w_up.mul_(0.99)  # in place, so that addresses stay
         torch.cuda.synchronize()
         with torch.cuda.stream(streams[turn % 2]), torch.no_grad():
-            run(path, *tensors, activity=counted[0], out=out)
+            run(path, x, *tensors, activity=counted[0], out=out)
             torch.cuda.synchronize()
             with monkeypatch.context() as patch:
                 patch.setattr(replay, "MAX_TOKENS", 0)
-                assert torch.equal(out, run(path, *tensors, activity=counted[1]))
+                assert torch.equal(out, run(path, x, *tensors, activity=counted[1]))
     assert torch.equal(*counted)
-    graphs = [case for case in replay._cases.values() if isinstance(case, torch.cuda.CUDAGraph)]
+    graphs = [case for case in replay._cases.values() if type(case) is replay.Graph]
     assert len(graphs) == 2  # one for each stream
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_layer_that_is_replayed_follows_its_weights_hooks_and_threads(quantized, monkeypatch):
+    """Calls of "auto" that need no look at the layer: the same bits as of calls that look."""
+    ffn = twell.SparseFFN(2048, 5632, backend="auto", device="cuda", dtype=torch.bfloat16).eval()
+    nn.init.normal_(ffn.gate_proj.weight, -0.05, 0.02)  # hardly any neuron is active
+    if quantized:
+        twell.quantize_(ffn)
+    inputs = [torch.rand(n, 2, 2048, device="cuda").bfloat16() for n in (1, 20) for _ in range(3)]
+    ffn.chooser.freeze({1: (20.0, 20.0), 64: (20.0, 200.0)})
+
+    def check() -> None:
+        for x in inputs:
+            y = ffn(x)
+            with monkeypatch.context() as patch:
+                patch.setattr(replay, "MAX_TOKENS", 0)
+                assert torch.equal(y, ffn(x))
+
+    replay.clear()
+    for _ in range(3):
+        check()
+    before = len(replay._cases)
+    assert before == 2 and all(type(case) is replay.Graph for case in replay._cases.values())
+    ffn.up_proj.weight.view(torch.uint8).bitwise_xor_(8)
+    ffn.down_proj.weight.neg_()
+    check()
+    expected = [ffn(x) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            for y, one in zip(pool.map(ffn, inputs), expected, strict=True):
+                assert torch.equal(y, one)
+    ffn.down_proj.weight.data = ffn.down_proj.weight.data.clone()
+    check()
+    ffn.down_proj.register_forward_hook(lambda part, given, y: 0 * y)
+    assert all((ffn(x) == 0).all() for x in inputs)
 
 
 def test_inductor_compiles_once_for_every_number_of_tokens():

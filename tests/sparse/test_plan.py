@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.factories.sparse import from_grid, random_grid, threshold
 from twell.sparse import plan
 from twell.sparse.calibration import BLOCK
-from twell.sparse.plan import POWERS, Chooser
+from twell.sparse.plan import MODULES, POWERS, Chooser
 
 CPU, DENSE = torch.device("cpu"), ((POWERS[-1], "dense"),)
 
@@ -144,14 +144,16 @@ def test_watching_ends_where_the_plan_is_frozen():
 
 def test_dense_calls_are_quick_once_nothing_else_is_due():
     chooser = make()
-    assert not chooser.is_quick(70)
+    assert chooser.quick_path(70) is None
     for number in range(1, 20):
-        quick = chooser.is_quick(70)
-        assert quick == (number not in (1, 2, 4, 8, 16))
-        if not quick:
+        path = chooser.quick_path(70)
+        assert path == (None if number in (1, 2, 4, 8, 16) else MODULES)
+        if path is None:
             chooser.choose(torch.zeros(70, 32), lambda blocks: blocks)
+        else:
+            chooser.count(70)
     chooser.observe(2, 50)  # another plan
-    assert not chooser.is_quick(70)
+    assert chooser.quick_path(70) is None
 
 
 def test_counters_outlive_inference_mode_change_device_and_are_not_copied():

@@ -15,7 +15,7 @@ from twell.sparse import float8, reference
 from twell.sparse.activations import Weights, add_bias
 from twell.sparse.observe import Activity, Result, Wants
 from twell.sparse.plan import Choice
-from twell.sparse.projections import tensors_of
+from twell.sparse.projections import tensors_of, why_dense
 
 
 def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
@@ -73,6 +73,22 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
     if choice.due:
         ffn.chooser.end()
     return result
+
+
+def replayed(ffn: nn.Module, x: Tensor, path: str) -> Tensor | None:
+    """Return y of an eager call by a path of "auto" that is a CUDA graph already; else None."""
+    readable = ffn.token_order is None and why_dense(ffn.parts) is None
+    if torch.is_grad_enabled() or not x.is_cuda or not readable:
+        return None
+    from twell.sparse import ops
+
+    rows, weights, _ = operands(ffn, x.reshape(-1, x.shape[-1]))
+    activity = ffn.chooser.activity_of(path, len(rows), rows.device)
+    y = ops.replayed(rows, weights, path, activity)
+    if y is None:
+        return None
+    ffn.chooser.count(len(rows))
+    return y.view(x.shape)
 
 
 def _wants_only_y(ffn: nn.Module, rows: Tensor, wants: Wants) -> bool:

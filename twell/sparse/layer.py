@@ -46,7 +46,7 @@ from twell.sparse.observe import (
     summarize_activity,
 )
 from twell.sparse.order import TokenOrder
-from twell.sparse.plan import POWERS, Chooser, captured_by_hand, situation_of
+from twell.sparse.plan import MODULES, POWERS, Chooser, captured_by_hand, situation_of
 from twell.sparse.projections import store_neuron_major, warn_dense, why_called, why_dense
 
 __all__ = [
@@ -293,15 +293,11 @@ class SparseFFN(nn.Module):
         self.dense_down = float8.Float8Linear.of(self.down_proj, saved=False) if in_fp8 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and self._is_quick(x):
-            # As a stock module computes it, in as little Python.
-            parts, act = self.parts, self.act
-            gate, up = parts.get("gate_proj"), parts["up_proj"]
-            if gate is None:
-                return parts["down_proj"](act.hidden(act.gate(up(x)), None))
-            if act is RELU:
-                return parts["down_proj"](torch.relu(gate(x)) * up(x))
-            return parts["down_proj"](act.hidden(act.gate(gate(x)), up(x)))
+        if not torch.compiler.is_compiling() and (path := self._quick_path(x)) is not None:
+            if path == MODULES:
+                return self._by_modules(x)
+            if (y := backends.replayed(self, x, path)) is not None:
+                return y
         if x.shape[-1] != self.hidden_size:
             raise ValueError(
                 f"the input has shape {tuple(x.shape)}; its last size has to be {self.hidden_size}"
@@ -326,22 +322,35 @@ class SparseFFN(nn.Module):
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
 
-    def _is_quick(self, x: Tensor) -> bool:
-        """Whether an eager call is dense and nobody looks at or changes what it computes."""
+    def _by_modules(self, x: Tensor) -> Tensor:
+        """Compute as a stock module does, in as little Python."""
+        parts, act = self.parts, self.act
+        gate, up = parts.get("gate_proj"), parts["up_proj"]
+        if gate is None:
+            return parts["down_proj"](act.hidden(act.gate(up(x)), None))
+        if act is RELU:
+            return parts["down_proj"](torch.relu(gate(x)) * up(x))
+        return parts["down_proj"](act.hidden(act.gate(gate(x)), up(x)))
+
+    def _quick_path(self, x: Tensor) -> str | None:
+        """Return the path of an eager call if nobody looks at or changes what it computes."""
         own, width = self.__dict__, x.shape[-1]  # an attribute of a module may take a microsecond
         if own["training"] or own["silenced"] or own["edit"] is not None:
-            return False
+            return None
         if width != own["hidden_size"] or "h_dropout" in self.parts:
-            return False
+            return None
         if open_collector() is not None or own["outbox"].compiled:
-            return False
+            return None
         backend = own["_backend"]
         if backend == "dense" or not own["_has_kernels"]:
-            return backend in ("dense", "auto") and not self.quantized
-        if backend != "auto" or not own["chooser"].is_quick(x.numel() // width):
-            return False
+            return MODULES if backend in ("dense", "auto") and not self.quantized else None
         # The plan of graphs may be another.
-        return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+        if backend != "auto" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        path = own["chooser"].quick_path(x.numel() // width)
+        if path == MODULES:
+            own["chooser"].count(x.numel() // width)
+        return path
 
     def _is_dense(self, rows: Tensor) -> bool:
         """Whether the modules compute the call, by the backend or because they have to."""

@@ -26,7 +26,7 @@ In FP8 (float8.py) w_gate and w_up are float8_e4m3fn with scales s_gate and s_up
 else and y are bf16. The kernels quantise x, or x is in float8_e4m3fn with x_scale [M].
 
 Eager calls skip PyTorch's dispatcher, which takes as long as a small layer, and a call that comes
-again with the same addresses is a CUDA graph (kernels/replay.py). A dense layer in compiled code is
+again is a CUDA graph (kernels/replay.py). A dense layer in compiled code is
 plain PyTorch, which fuses with its surroundings. Nothing here keeps state or waits for the device,
 and the same call gives the same bits, under torch.compile(fullgraph=True), in CUDA graphs and on
 any stream. Gradients of twell::ffn are dense: backward keeps x and the weights alone and computes
@@ -127,14 +127,19 @@ def _compute(
         return empty_output(x) if out is None else out
     x, weights = prepare(x), aligned(weights)
     with on_device(x):
-        if path == "dense":
-            return dense.ffn(x, weights, x_scale, out=out)
-        y = empty_output(x) if out is None else out
-        if ON_CPU or not replay.fits(x):
-            PATHS[path](x, weights, x_scale, activity=activity, out=y)
-        else:
-            replay.replay(PATHS[path], x, weights, x_scale, activity, y)
-    return y
+        if x_scale is None and replay.fits(x):
+            return replay.ffn(PATHS[path], x, weights, activity, out)
+        return PATHS[path](x, weights, x_scale, activity=activity, out=out)
+
+
+def replayed(x: Tensor, weights: Weights, path: str, activity: Tensor | None) -> Tensor | None:
+    """`sparse_ffn` without its checks, where such a call has passed them and is a graph; or None.
+
+    x and the weights are on one device.
+    """
+    if not is_eager(x) or x.get_device() != torch.cuda.current_device() or not replay.fits(x):
+        return None
+    return replay.again(PATHS[path], x, weights, activity)
 
 
 def choose(num_tokens: int) -> str:

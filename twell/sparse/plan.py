@@ -35,6 +35,7 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 # depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
+MODULES = "modules"  # see `Chooser.quick_path`
 # Dense eager calls of at most so many tokens wait for Python, of which the modules need least: in a
 # model on an H100, 2,048 tokens take 0.27 ms a layer longer by the kernels.
 WAITING = 4096
@@ -191,14 +192,18 @@ class Chooser:
 
     # --- eager calls
 
-    def is_quick(self, num_tokens: int) -> bool:
-        """Whether an eager call is dense and nothing else; if so, it is counted."""
-        place = _class(num_tokens)
-        calls = self._calls[place] + 1
-        if num_tokens not in self._quick or (not self.frozen and calls & (calls - 1) == 0):
-            return False
-        self._calls[place] = calls
-        return True
+    def quick_path(self, num_tokens: int) -> str | None:
+        """Return the path of an eager call that `choose` would only count: see `count`.
+
+        None: `choose` has to be called. MODULES: dense without the kernels.
+        """
+        calls = self._calls[_class(num_tokens)] + 1
+        due = not self.frozen and calls & (calls - 1) == 0
+        return None if due else self._quick.get(num_tokens)
+
+    def count(self, num_tokens: int) -> None:
+        """Count an eager call by `quick_path`."""
+        self._calls[_class(num_tokens)] += 1
 
     def place(self, device: torch.device) -> None:
         """Plan by the times of this device's card, from the first call on it."""
@@ -216,17 +221,21 @@ class Chooser:
             return Choice(self.path(num_tokens, situation))
         if self.device_name is None:
             self.place(x.device)
-        due, path, activity = self.begin(num_tokens), self.path(num_tokens), None
+        due, path = self.begin(num_tokens), self.path(num_tokens)
         by_modules = path == "dense" and num_tokens <= WAITING and not self._quantized
-        if path != "dense" and not self.frozen:
-            activity = self.counters(num_tokens, x.device)
-        elif due:
+        activity = self.activity_of(path, num_tokens, x.device)
+        if path == "dense" and due:
             count_activity(sampled_blocks(x), gate, self.counters(num_tokens, x.device))
-        if by_modules:
-            self._quick.add(num_tokens)
+        self._quick[num_tokens] = MODULES if by_modules else path
         # A call by modules loads no kernels.
         warm_up = self._to_warm_up(num_tokens, None if by_modules else path)
         return Choice(path, by_modules, activity, warm_up, due)
+
+    def activity_of(self, path: str, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Return the counters to which an eager call by a path adds, if it does."""
+        if path == "dense" or self.frozen:
+            return None
+        return self.counters(num_tokens, device)
 
     def begin(self, num_tokens: int) -> bool:
         """Count an eager call; return whether it is due, and `end` has to follow it."""
@@ -266,7 +275,7 @@ class Chooser:
         # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
         self._paths: dict[str, list[str]] = {}
         self._warm: set[tuple[int, str]] = set()
-        self._quick: set[int] = set()
+        self._quick: dict[int, str] = {}
 
     def _make_plan(self) -> None:
         self._quick.clear()
