@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
-from functools import partial
 from typing import NamedTuple
 
 import torch
