@@ -10,18 +10,15 @@ from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoConfig, AutoModelForCausalLM, BitNetConfig, BitNetForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twell
 from tests.factories.models import (
-    DEVICE,
     FAMILIES,
-    SHAPE,
     assert_same,
     family,
     inputs_of,
-    needs_triton,
     replicate,
     stock,
     tokens,
@@ -40,7 +37,6 @@ def logits(model, x):
 # --- families of transformers
 
 
-@pytest.mark.parametrize("backend", ["dense", "reference"])
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -48,64 +44,40 @@ def logits(model, x):
         ("nemotron", {"mlp_bias": True}),
         ("t5", {"feed_forward_proj": "gated-relu"}),
         ("llama", {"hidden_act": "relu2"}),
-        *((kind, {"hidden_act": "relu"}) for kind in ("mistral", "qwen2", "qwen3")),
+        ("qwen2", {"hidden_act": "relu"}),
     ],
 )
-def test_a_model_computes_the_same_is_saved_and_comes_back(kind, changes, backend, tmp_path):
+def test_a_model_computes_the_same_is_saved_and_comes_back(kind, changes, tmp_path):
     model, x = family(kind, **changes), tokens(2, 12)
     before, text = logits(model, x), repr(model)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modules, names = dict(model.named_modules()), [name for name, _ in model.named_parameters()]
-    sparsify(model, backend=backend)
+    sparsify(model, backend="reference")
     assert [name for name, _ in model.named_parameters()] == names
     ffns = sparse_ffns(model)
-    assert len(ffns) == (4 if kind == "t5" else 3) and {ffn.backend for ffn in ffns} == {backend}
-    active = torch.stack([(ffn.activations(torch.randn(64, 32))[0] != 0).float() for ffn in ffns])
-    assert 0.3 < active.mean() < 0.7  # activations make zeros, and not only zeros
+    assert len(ffns) == (4 if kind == "t5" else 3)
+    assert {ffn.backend for ffn in ffns} == {"reference"}
     assert_close(logits(model, x), before, rtol=1e-4, atol=1e-4)
 
-    # Saved files are the model's own, and are read by transformers, by twell, and in place.
-    assert_same(model.state_dict(), state)
+    # Saved files are the model's own. transformers and twell read them.
     assert_same(copy.deepcopy(model).state_dict(), state)
     model.save_pretrained(tmp_path)
     assert torch.equal(logits(type(model).from_pretrained(tmp_path).eval(), x), before)
-    loaded, tokenizer = load(tmp_path, backend=backend)
+    loaded, tokenizer = load(tmp_path, backend="reference")
     assert tokenizer is None and not loaded.training and len(sparse_ffns(loaded)) == len(ffns)
     assert_close(logits(loaded, x), before, rtol=1e-4, atol=1e-4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    model.load_state_dict(state)
-    assert_close(logits(model, x), before, rtol=1e-4, atol=1e-4)
 
     assert twell.densify(model) is model
     assert repr(model) == text and torch.equal(logits(model, x), before)
     assert_same(model.state_dict(), state)
-    assert list(model.state_dict()) == list(state)
     assert all(module is modules[name] for name, module in model.named_modules())
     for name, tensor in model.state_dict().items():
         assert tensor.stride() == state[name].stride(), name
 
 
-@needs_triton
-def test_kernels_compute_biases_and_layers_without_a_gate():
-    model, x = family("opt", num_hidden_layers=1).half().to(DEVICE), tokens(1, 9).to(DEVICE)
-    exact = copy.deepcopy(model).double()
-    right, error = logits(exact, x), rounding(model, exact, x)
-    sparsify(model, backend="triton")
-    assert all(ffn.readable and ffn.path is None for ffn in sparse_ffns(model))
-    assert all(ffn.down_proj.weight.stride() == (1, 32) for ffn in sparse_ffns(model))
-    assert rounding(model, exact, x) <= 1.5 * error <= 0.05 * right.abs().max()
-
-
-def rounding(model, exact, x):
-    return (logits(model, x) - logits(exact, x)).square().mean().sqrt()
-
-
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_dropout_between_the_projections_of_t5(backend):
+def test_dropout_between_the_projections_of_t5():
     model, x = family("t5", dropout_rate=0.4).train(), tokens(2, 12)
-    sparse, results = sparsify(copy.deepcopy(model), backend=backend), []
+    sparse, results = sparsify(copy.deepcopy(model), backend="reference"), []
     for one in (model, sparse):
         torch.manual_seed(1)
         loss = one(input_ids=x, labels=x[:, :7].contiguous()).loss
@@ -113,7 +85,6 @@ def test_dropout_between_the_projections_of_t5(backend):
         results.append([loss, one.encoder.embed_tokens.weight.grad])
     for result, expected in zip(*results, strict=True):
         assert_close(result, expected)
-    assert not twell.SparseTraining(sparse).active
     ffn = sparse_ffns(sparse)[0]
     assert not ffn.readable
     assert ffn.eval().readable
@@ -239,54 +210,30 @@ def test_hooks_of_projections_act_and_of_activations_are_refused():
 # --- refusals
 
 
-def bitnet(**_):
-    return BitNetForCausalLM(BitNetConfig(**SHAPE | {"num_key_value_heads": 2}))
-
-
-def wrapped(**_):
-    model = stock("llama")
-    model.model.layers[1].mlp = checkpoint_wrapper(model.model.layers[1].mlp)
-    return model
-
-
-def changed(**changes):
-    """A Llama with changed attributes of a feed-forward module."""
-
-    def change():
-        model = stock("llama")
-        for name, value in changes.items():
-            setattr(model.model.layers[1].mlp, name, value)
-        return model
-
-    return change
-
-
 class Other(LlamaMLP):
     def forward(self, x):
         return 2 * super().forward(x)
 
 
-def dropping():
-    model = family("opt")
-    model.model.decoder.layers[1].activation_dropout = 0.1
-    return model
+REFUSED = [  # a family, an attribute of its second layer, its value, and what the error names
+    ("bitnet", None, None, "BitNetMLP normalises h"),
+    ("gpt2", None, None, "GPT2LMHeadModel"),
+    ("t5", None, None, "NewGELUActivation"),
+    ("opt", "activation_dropout", 0.1, "activation_dropout=0.1"),
+    ("llama", "mlp", checkpoint_wrapper(stock("llama").model.layers[1].mlp), "CheckpointWrapper"),
+    ("llama", "mlp.__class__", Other, "Other, not a transformers.*LlamaMLP"),
+    ("llama", "mlp.forward", lambda x: x, "a LlamaMLP has a forward of its own"),
+    ("llama", "mlp.act_fn", nn.SiLU(), r"'relu', .* SiLU\(\)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (bitnet, "BitNetMLP normalises h"),
-        (wrapped, "LlamaMLP .* CheckpointWrapper"),
-        (dropping, "activation_dropout=0.1"),
-        (lambda: family("t5", feed_forward_proj="gated-gelu"), "NewGELUActivation"),
-        (lambda: stock("gpt2"), "GPT2LMHeadModel"),
-        (changed(__class__=Other), "Other, not a transformers.*LlamaMLP"),
-        (changed(forward=lambda x: x), "a LlamaMLP has a forward of its own"),
-        (changed(act_fn=nn.SiLU()), r"'relu', .* SiLU\(\)"),
-    ],
-)
-def test_models_that_compute_something_else_are_refused_by_name(make, names):
-    model = make()
+@pytest.mark.parametrize(("kind", "attribute", "value", "names"), REFUSED)
+def test_models_that_compute_something_else_are_refused_by_name(kind, attribute, value, names):
+    model = stock(kind) if kind == "llama" else family(kind, feed_forward_proj="gated-gelu")
+    if attribute is not None:
+        layers = model.get_decoder().layers
+        owner, _, name = attribute.rpartition(".")
+        setattr(layers[1].get_submodule(owner), name, value)
     with pytest.raises(ValueError, match=names):
         sparsify(model)
     assert not any(isinstance(module, SparseFFN) for module in model.modules())

@@ -62,8 +62,11 @@ def folders(tmp_path):
     return {tmp_path / name: save(tmp_path / name, **changes) for name, changes in kinds.items()}
 
 
+PROGRAMS = [{"first": "import twell"}, {"then": "import twell"}, {"loads": AUTO.format(CONSENT)}]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [{"then": "import twell"}, {"loads": AUTO.format(CONSENT)}])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_folders_load_sparse(folders, program):
     for folder in folders:  # with twell imported the folder's own code is not needed
         if "import twell" in program.values():
@@ -85,11 +88,3 @@ def test_no_code_runs_without_consent_and_a_missing_twell_is_named(tmp_path):
     done = run(tmp_path, first=NO_TWELL, loads=AUTO.format(CONSENT))
     assert (tmp_path / "ran").exists()
     assert "the package twell, which cannot be imported here" in done.stderr
-
-
-def test_a_class_of_transformers_may_be_imported_after_twell():
-    """Modules of transformers import each other, so registering must not come too early."""
-    program = "import twell; from transformers import LlamaForCausalLM; import transformers as t; "
-    program += "print(t.AutoModelForCausalLM._model_mapping._extra_content)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert "SparseLlamaForCausalLM" in done.stdout, done.stderr

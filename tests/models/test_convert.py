@@ -8,25 +8,19 @@ from tests.factories.models import family, needs_triton, stock, tokens
 from twell.models import densify, sparse_ffns, sparsify
 from twell.sparse.training import SparseTraining
 
-BACKENDS = ["reference", pytest.param("triton", marks=needs_triton)]
+PARTS = {"llama": ["gate_proj", "up_proj", "down_proj"], "opt": ["fc1", "fc2"]}
 
 
 def assert_close(result, expected):
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
-# --- adapters
-
-
-PARTS = {"llama": ["gate_proj", "up_proj", "down_proj"], "opt": ["fc1", "fc2"]}
-
-
-def with_adapters(base, kind, sparsified, backend):
+def with_adapters(base, kind, sparsified=None):
     """A copy of `base` with random adapters, sparsified "before" or "after" them, or not (None)."""
     torch.manual_seed(0)
     parts, model = PARTS[base.config.model_type], copy.deepcopy(base)
     if sparsified == "before":
-        sparsify(model, backend=backend)
+        sparsify(model, backend="reference")
     if kind == "ia3":
         options = {"feedforward_modules": parts[-1:], "init_ia3_weights": False}
         config = peft.IA3Config(target_modules=parts, **options)
@@ -35,22 +29,18 @@ def with_adapters(base, kind, sparsified, backend):
         config = peft.LoraConfig(target_modules=parts, **options)
     model = peft.get_peft_model(model, config)
     if sparsified == "after":
-        sparsify(model, backend=backend)
+        sparsify(model, backend="reference")
     return model.train()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("kind", "adapter", "sparsified"),
     [("llama", "dora", "before"), ("llama", "ia3", "after"), ("opt", "lora", "before")],
 )
-def test_adapters_of_peft_act_and_learn(kind, adapter, sparsified, backend):
+def test_adapters_of_peft_act_and_learn(kind, adapter, sparsified):
     """Logits and gradients are those of peft's model of the stock one, in SparseTraining too."""
     base, x = stock("llama") if kind == "llama" else family("opt", dropout=0.0), tokens(2, 12)
-    dense = with_adapters(base, adapter, None, backend)
-    sparse = with_adapters(base, adapter, sparsified, backend)
-    with torch.no_grad():
-        assert not torch.allclose(dense(input_ids=x).logits, base(input_ids=x).logits, atol=1e-3)
+    dense, sparse = with_adapters(base, adapter), with_adapters(base, adapter, sparsified)
     dense(input_ids=x, labels=x).loss.backward()
     training = SparseTraining(sparse)
     for _ in training.attempts():
@@ -60,6 +50,7 @@ def test_adapters_of_peft_act_and_learn(kind, adapter, sparsified, backend):
     expected = {name: p.grad for name, p in dense.named_parameters() if p.requires_grad}
     result = {name: p.grad for name, p in sparse.named_parameters() if p.requires_grad}
     assert result.keys() == expected.keys() and len(result) >= 9
+    assert all(gradient.any() for gradient in expected.values())
     atol = 1e-6 if kind == "llama" else 1e-4  # whose weights are larger
     for name, gradient in expected.items():
         torch.testing.assert_close(result[name], gradient, rtol=1e-4, atol=atol, msg=name)
@@ -71,12 +62,8 @@ def test_adapters_of_peft_act_and_learn(kind, adapter, sparsified, backend):
         assert all(ffn.path == "dense" for ffn in sparse_ffns(sparse))
         merged = sparse.merge_and_unload()
         assert all(ffn.readable for ffn in sparse_ffns(merged))
-        if backend != "triton":  # which refuses fp32
-            tolerance = {"rtol": 1e-3, "atol": max(1e-4, 10 * atol)}
-            torch.testing.assert_close(merged(input_ids=x).logits, expected, **tolerance)
-
-
-# --- layers, hooks, weights
+        tolerance = {"rtol": 1e-3, "atol": max(1e-4, 10 * atol)}
+        torch.testing.assert_close(merged(input_ids=x).logits, expected, **tolerance)
 
 
 def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
@@ -111,9 +98,6 @@ def test_a_second_sparsify_sets_the_backend_and_densify_restores_strides():
     assert not any(weight.is_contiguous() for weight in weights)
     densify(model)
     assert all(weight.is_contiguous() for weight in weights)
-
-
-# --- refusals
 
 
 def test_silu_needs_relufy():

@@ -37,7 +37,6 @@ def test_a_model_computes_the_same(kind):
             assert orders(same)[0] is not None
         model(**inputs_of(model, tokens(1, 8)))
         assert set(orders(model)) == {None}  # too few to gain
-        model(**inputs)
         ordered.remove()
         assert set(orders(model)) == {None}
         torch.testing.assert_close(model(**inputs).logits, expected)
@@ -59,14 +58,14 @@ def test_activation_checkpointing_has_the_same_gradients():
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
-def test_models_that_have_no_order():
-    with pytest.raises(ValueError, match="has no SparseFFN layer"):
-        twell.order_tokens(family("opt"))
-    with pytest.raises(ValueError, match="Sequential"):
-        twell.order_tokens(torch.nn.Sequential(twell.SparseFFN(16, 32)))
-    with pytest.raises(ValueError, match="clusters is 0"):
-        twell.order_tokens(make(), clusters=0)
-    model = make()
-    model.get_input_embeddings().to("meta")
-    with pytest.raises(ValueError, match="offloaded"):
-        twell.order_tokens(model)
+@pytest.mark.parametrize(
+    ("model", "options", "names"),
+    [
+        (torch.nn.Sequential(twell.SparseFFN(16, 32)), {}, "Sequential"),
+        (make(), {"clusters": 0}, "clusters is 0"),
+        (make().to("meta"), {}, "offloaded"),
+    ],
+)
+def test_models_that_have_no_order(model, options, names):
+    with pytest.raises(ValueError, match=names):
+        twell.order_tokens(model, **options)
