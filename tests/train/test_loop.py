@@ -47,7 +47,6 @@ def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
     np.testing.assert_allclose(loss, parts, rtol=1e-5)
     silenced = series(log, "cross_entropy_silenced", "valid")
     assert silenced.index.get_level_values("step").tolist() == [16]
-    assert ("peak_memory" in set(log.metric)) == torch.cuda.is_available()  # of a GPU alone
 
 
 def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config):
@@ -59,9 +58,8 @@ def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config)
     assert result["cross_entropy"] == pytest.approx(loss, rel=1e-4)
     logged = series(log, "active_mean", "valid").loc[16].to_numpy()
     np.testing.assert_allclose([layer["mean"] for layer in result["layers"]], logged, rtol=1e-4)
-    for batch in (1, 3, 64):  # a mean over all tokens, in batches of any size
-        loss = evaluate(model, blocks, batch)["cross_entropy"]
-        assert loss == pytest.approx(result["cross_entropy"], rel=1e-6)
+    loss = evaluate(model, blocks, 3)["cross_entropy"]  # a mean over all tokens
+    assert loss == pytest.approx(result["cross_entropy"], rel=1e-6)
     assert not model.training and not model.recording
     assert AutoTokenizer.from_pretrained(tiny_run / "model")("ba de").input_ids
 
@@ -85,14 +83,10 @@ def test_the_schedules_of_learning_rate_and_l1(tiny_config, tmp_path, adamw_step
     np.testing.assert_allclose(share, [0, 0, 0.25, 0.5, 0.75, 1, 1, 1], atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"gated": False}, {"activation": "silu"}, {"tokens": 1024, "warmup_steps": 600}]
-)
-def test_other_layers_train(tiny_config, tmp_path, changes):
-    log = log_of(tiny_config, tmp_path / "run", **{"tokens": 2048} | changes)
+def test_a_last_row_has_the_mean_of_fewer_steps(tiny_config, tmp_path):
+    log = log_of(tiny_config, tmp_path / "run", tokens=1024, warmup_steps=600, gated=False)
     valid = series(log, "cross_entropy", "valid")
     assert valid.iloc[-1] != valid.iloc[0]
-    # A row has the mean of its steps, the last row too, which may have fewer.
     assert series(log, "cross_entropy").iloc[-1] == pytest.approx(valid.iloc[-1], rel=0.2)
 
 
@@ -127,7 +121,7 @@ def test_divergence_is_said(tiny_config, tmp_path, adamw_step):
 
 
 def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
-    config = dataclasses.replace(tiny_config, log_every=1)
+    config = dataclasses.replace(tiny_config, log_every=1, tokens=8 * 512)
     ours = log_of(config, tmp_path / "ours")
     _, blocks, _ = config.prepare_text()
     drawn = [{"input_ids": row, "labels": row} for row in blocks.draw(range(config.steps * 16))]
@@ -136,9 +130,8 @@ def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
         def _get_train_sampler(self, *_):
             return SequentialSampler(self.train_dataset)
 
-    same = (
-        "learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"
-    )
+    same = "learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon "
+    same += "max_grad_norm"
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "theirs"),
         max_steps=config.steps,

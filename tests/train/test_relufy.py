@@ -38,7 +38,7 @@ def ids_of(*shape):
     return torch.randint(320, shape, generator=torch.Generator().manual_seed(SEED))
 
 
-WAYS = [("llama", False, False), ("qwen3", False, True), ("llama", True, True)]
+WAYS = [("qwen3", False, False), ("llama", True, True)]
 
 
 @pytest.mark.parametrize("kind, compiled, again", WAYS)
@@ -50,7 +50,7 @@ def test_the_loss_and_its_gradient(config, tmp_path, tiny_text, monkeypatch, kin
     monkeypatch.setattr(relufy, "CHUNK", 7)  # no divisor of the tokens
     if compiled:
         torch.compiler.reset()
-        backend = {"backend": "aot_eager"}  # inductor takes minutes
+        backend = {"backend": "eager"}  # inductor takes minutes
         layers = functools.partialmethod(torch.nn.Module.compile, **backend)
         monkeypatch.setattr(torch.nn.Module, "compile", layers)
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
@@ -75,16 +75,12 @@ def test_the_loss_and_its_gradient(config, tmp_path, tiny_text, monkeypatch, kin
     with collect_l1(student) as terms:
         logits = student.lm_head(student.base_model(ids).last_hidden_state)
     logprob = torch.log_softmax(logits.double(), -1)
+    ours, wanted = torch.stack(ours), torch.stack(wanted)
     expected = {
         "kl": (target.exp() * (target - logprob)).sum(-1).mean(),
         "cross_entropy": F.nll_loss(logprob[:, :-1].flatten(0, 1), ids[:, 1:].flatten()),
         "l1": terms.mean(),
-        "hidden": torch.stack(
-            [
-                ((a - b).norm(dim=-1) / b.norm(dim=-1)).square().mean()
-                for a, b in zip(ours, wanted, strict=True)
-            ]
-        ).mean(),
+        "hidden": ((ours - wanted).norm(dim=-1) / wanted.norm(dim=-1)).square().mean(),
     }
     loss = expected["kl"] + 0.1 * 0.5 * expected["l1"] + 0.3 * expected["hidden"]
     for name, value in (expected | {"loss": loss}).items():
@@ -136,8 +132,6 @@ SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 SCALED |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 OTHERS = {
     "mistral": {"sliding_window": 8},
-    "qwen2": {"tie_word_embeddings": True},  # has biases
-    "qwen3": {"attention_bias": True},
     "llama": {"rope_parameters": SCALED, "mlp_bias": True, "tie_word_embeddings": True},
 }
 
@@ -152,7 +146,6 @@ def test_families_keep_their_class_and_settings(config, tmp_path, tiny_text, kin
     saved = AutoModelForCausalLM.from_pretrained(run / "model")
     assert all(getattr(saved.config, name) == value for name, value in OTHERS[kind].items())
     assert saved.config.hidden_act == "relu"
-    assert kind == "llama" or saved.config.model_type == kind
     names = set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
     assert set(saved.state_dict()) == names
     if kind == "llama":
@@ -173,12 +166,14 @@ def test_a_threshold_is_part_of_the_model(config, tmp_path):
         shares.append(series(log, "active_mean", "valid").iloc[:2].mean())
         assert load(run)[0].ffns[0].threshold == threshold
     assert shares[1] < 0.9 * shares[0]
-    # A run is a model too, whose threshold the next one keeps, and which has ReLU already.
+    # A run is a model too, whose threshold the next one keeps.
     assert config(model=run).threshold == 0.3 and config(model=run).teacher == str(run / "model")
-    assert config("threshold=0", model=run).threshold == 0
-    again = train(config("tokens=1024", model=run), tmp_path / "again", quiet=True)
-    log = results.load_run(again)[1]
-    assert abs(series(log, "kl", "valid").iloc[0]) < 1e-6
+    again = Student.of(config(model=run), torch.device("cpu")).eval()
+    assert abs(again(ids_of(2, 16)).kl.item()) < 1e-6
+    before = contents(run)
+    with pytest.raises(ValueError, match="the teacher .*model is in "):
+        train(config(model=run), run, overwrite=True)
+    assert contents(run) == before
 
 
 def test_the_tokenizer_stays_the_teachers_own(config, teacher, tmp_path):
@@ -201,9 +196,6 @@ def test_a_student_has_no_dropout(config, tiny_text, tmp_path):
     ids = torch.arange(32).reshape(1, 32)
     first, second = (student.train()(ids, ids).kl.item() for _ in range(2))
     assert first == second == student.eval()(ids, ids).kl.item()
-
-
-# --- refused
 
 
 @pytest.mark.parametrize(
@@ -256,17 +248,6 @@ def test_a_teacher_that_changed_is_noticed(config, teacher, trained, tmp_path):
         resume(given, run)
     with pytest.raises(ValueError, match="another configuration: .*teacher was"):
         resume(config(model=folder), trained)
-    assert contents(run) == before
-    shutil.rmtree(folder)
-    shutil.copytree(teacher, folder)
-    resume(given, run)
-
-
-def test_a_teacher_is_not_overwritten(config, tmp_path):
-    run = train(config("tokens=1024"), tmp_path / "run", quiet=True)
-    before = contents(run)
-    with pytest.raises(ValueError, match="the teacher .*run/model is in .*run"):
-        train(config(model=run), run, overwrite=True)
     assert contents(run) == before
 
 
