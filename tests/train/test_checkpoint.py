@@ -203,3 +203,13 @@ def test_a_run_goes_on_with_its_configuration_processes_and_text_alone(
         resume(config, run)
     assert contents(run).keys() == before.keys()
     assert results.load_run(run)[0]["complete"] is False
+
+
+@pytest.mark.parametrize("name", ["log.csv", "provenance.json"])
+def test_damaged_records_are_named(stopped, name):
+    run, config = stopped
+    (run / name).write_bytes((run / name).read_bytes()[:200])
+    before = contents(run)
+    with pytest.raises(ValueError, match=name):
+        resume(config, run)
+    assert contents(run) == before
