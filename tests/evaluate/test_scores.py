@@ -33,16 +33,13 @@ def sources(record):
     return {task: config["metadata"]["config_source"] for task, config in configs.items()}
 
 
-def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("twell.trace.watch.SAY_EVERY", -1)
+def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run, tmp_path):
     streams, said = (sys.stdout, sys.stderr), []
     folder = both_sources(np.random.default_rng(7))  # others may have equally likely choices
     record = evaluate.run(tiny_run, "paper7", data=folder, say=said.append)
     scores, facts = record["lm_eval"]["results"], record["tasks"]
     assert set(scores) == {*EIGHT, "paper7"} and "samples" not in record["lm_eval"]
     assert streams == (sys.stdout, sys.stderr)
-    assert any(re.match(r"\d+ of \d+ requests, longest first ", line) for line in said)
-
     # accuracies, from the model alone
     model, tokenizer = twell.load(tiny_run)
     for task, prompt in {"arc_easy": "Question: {}\nAnswer:", "openbookqa": "{}"}.items():
@@ -100,7 +97,6 @@ def test_examples_come_before_items_and_samples_are_written_beside(
     assert record["lm_eval"]["n-shot"] == {"arc_easy": 2}
     results.write_evaluation(out, record)
     beside = out.with_name("samples_arc_easy_one.jsonl")
-    assert sorted(path.name for path in out.parent.iterdir()) == ["one.json", beside.name]
     (written,) = results.load_evaluations(out.parent)
     assert "samples" not in written["lm_eval"]
     samples = [json.loads(line) for line in beside.read_text(encoding="utf-8").splitlines()]
@@ -109,7 +105,6 @@ def test_examples_come_before_items_and_samples_are_written_beside(
     for line, sample in zip(lines[:2], samples, strict=True):
         item = json.loads(line)
         assert sample["doc"] == item and sample["target"] == str(item["gold"])
-        assert len(sample["arguments"]) == len(sample["resps"]) == len(item["choices"])
         context = sample["arguments"]["gen_args_0"]["arg_0"]
         assert context.endswith(f"\n\nQuestion: {item['query']}\nAnswer:")
         assert context.count("Question: ") >= 3 and sample["acc"] in (0, 1)
@@ -147,7 +142,6 @@ WRONG = [
     ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard'"),
     ({"tasks": "piqa"}, "data of piqa"),
     ({"tasks": "piqa", "data": "nothing"}, "nothing"),
-    ({"tasks": "paper7", "data": "."}, r"arc_easy\*\.jsonl"),
     ({"tasks": "piqa", "data": "two"}, r"piqa\*\.jsonl; .* several"),
     ({"limit": 0}, "limit is 0"),
     ({"batch_size": "many"}, "batch_size is 'many'"),
@@ -167,17 +161,13 @@ def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, w
         evaluate.run(tiny_run, **options)
 
 
-@pytest.mark.parametrize(
-    ("file", "pattern", "words"),
-    [
-        (
-            "model/tokenizer_config.json",
-            '"[be]os_token": [^,]*,',
-            "neither bos_token nor eos_token",
-        ),
-        ("config.yaml", "(?<=source: ).*tiny.jsonl", r"\.jsonl.*--source"),
-    ],
-)
+LACKING = [  # a file, what is replaced there, and what the error names
+    ("model/tokenizer_config.json", '"[be]os_token": [^,]*,', "neither bos_token nor eos_token"),
+    ("config.yaml", "tiny.jsonl", r"\.jsonl.*--source"),
+]
+
+
+@pytest.mark.parametrize(("file", "pattern", "words"), LACKING)
 def test_a_model_that_lacks_a_part_is_refused(tiny_run, tmp_path, file, pattern, words):
     path = shutil.copytree(tiny_run, tmp_path / "run") / file
     other = "nowhere.jsonl" if file == "config.yaml" else ""
