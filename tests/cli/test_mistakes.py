@@ -32,6 +32,7 @@ COMMANDS = {
     "trace RUN": "--text or by --file",
     "trace RUN --text 'b \udcff'": r"'\\udcff'",
     "trace RUN --file OUT.txt": r"OUT\.txt",
+    "trace RUN --file RUN/model/model.safetensors": r"safetensors is not UTF-8 text: byte \d",
     "trace RUN --valid --text a": "--valid .*--text",
     "trace RUN --valid --tokens 10": "--tokens and --max-bytes belong to --aggregate",
     "trace RUN --aggregate --valid --max-bytes 5000 --out OUT.npz": "6144 bytes",
