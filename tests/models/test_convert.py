@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 
-from tests.factories.models import family, needs_triton, stock, tokens
+from tests.factories.models import family, stock, tokens
 from twell.models import densify, sparse_ffns, sparsify
 from twell.sparse.training import SparseTraining
 
@@ -88,25 +88,12 @@ def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
     assert seen == ["LlamaMLP", "SparseFFN", "after", "SparseFFN", "after", "LlamaMLP"]
 
 
-@needs_triton
-def test_a_second_sparsify_sets_the_backend_and_densify_restores_strides():
-    model = sparsify(stock("llama"))
-    layers = sparse_ffns(model)
-    sparsify(model, backend="triton")
-    assert sparse_ffns(model) == layers and all(ffn.backend == "triton" for ffn in layers)
-    weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
-    assert not any(weight.is_contiguous() for weight in weights)
-    densify(model)
-    assert all(weight.is_contiguous() for weight in weights)
-
-
 def test_silu_needs_relufy():
     model = stock("llama", "silu")
     x = tokens(2, 12)
     before = model(input_ids=x).logits
     with pytest.raises(ValueError, match="'silu', .*relufy=True"):
         sparsify(model)
-    assert torch.equal(model(input_ids=x).logits, before)
     with pytest.warns(UserWarning, match="'silu' became 'relu': the model needs training"):
         sparsify(model, relufy=True)
     relu = model(input_ids=x).logits

@@ -142,34 +142,6 @@ def test_every_module_of_a_class_is_compared():
         sparsify(model)
 
 
-class Swapped(nn.Module):
-    """SparseFFN's names with other meanings, in an order of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.down_proj = nn.Linear(84, 32, bias=False)
-        self.gate_proj, self.up_proj = (nn.Linear(32, 84, bias=False) for _ in range(2))
-        self.down_proj.weight.data = self.down_proj.weight.data.t().contiguous().t()
-
-    def forward(self, x):
-        return self.down_proj(self.gate_proj(x) * F.relu(self.up_proj(x)))
-
-
-def test_names_order_and_strides_of_a_module_stay_its_own():
-    model, x = nn.Sequential(Swapped()), torch.randn(3, 32)
-    before, expected = {n: t.clone() for n, t in model.state_dict().items()}, model(x)
-    order = [parameter.data_ptr() for parameter in model.parameters()]
-    register_adapter(Swapped, gate="up_proj", up="gate_proj", down="down_proj", activation="relu")
-    sparsify(model)
-    assert_close(model(x), expected)
-    assert_same(model.state_dict(), before)
-    model.load_state_dict({name: 2 * tensor for name, tensor in before.items()})
-    assert_same(model.state_dict(), {name: 2 * tensor for name, tensor in before.items()})
-    assert [parameter.data_ptr() for parameter in model.parameters()] == order
-    assert twell.densify(model)[0].down_proj.weight.stride() == (1, 32)
-    assert_close(model(x), 8 * expected)
-
-
 def test_a_module_in_several_places_is_one_layer():
     one = Squared()
     model, x = nn.Sequential(one, one, nn.Sequential(one)), torch.randn(3, 32)
