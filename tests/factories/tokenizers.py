@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 TEXT = "the cat sat on the mat. a a cat's mats, don't you see? tokens <fire> in layers for wört"
 END = "<end>"
-ByteLevel, Metaspace = pre_tokenizers.ByteLevel, pre_tokenizers.Metaspace
+ByteLevel = pre_tokenizers.ByteLevel
 
 
 def _trained(model, trainer, before, decoder, **options):
@@ -42,12 +42,6 @@ def sentencepiece():
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), *ends])
     tokenizer.add_special_tokens(["<unk>", END])
     return _wrapped(tokenizer)
-
-
-def unigram():
-    options = {"vocab_size": 60, "unk_token": "<unk>"}
-    trainer = trainers.UnigramTrainer
-    return _trained(models.Unigram(), trainer, Metaspace(), decoders.Metaspace(), **options)
 
 
 def wordpiece():
@@ -88,4 +82,4 @@ class Slow(PreTrainedTokenizer):
         return "".join(tokens)
 
 
-KINDS = [byte_level, sentencepiece, unigram, wordpiece, words, Slow]
+KINDS = [byte_level, sentencepiece, wordpiece, words, Slow]

