@@ -87,7 +87,6 @@ def test_mistakes_of_a_file_are_named(tmp_path, text):
 
 REMARKS = [
     ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
-    ({"warmup_steps": 16}, ["warmup_steps 16"]),
     ({"l1_zero_steps": 6, "l1_warmup_steps": 20}, ["l1_warmup_steps 20"]),
     ({"reinit": 0.1, "dead_window_tokens": 2**20}, ["reinit 0.1"]),
     ({"balance_every": 17}, ["balance_every 17"]),

@@ -16,13 +16,7 @@ import twell
 from twell import results
 
 MODEL = results.root() / "data" / "checkpoints" / "twell-6m"
-PROMPTS = [
-    "The United States",
-    "My fellow citizens, in the year of",
-    "To the Congress:",
-    "Peace",
-] * 2
-SMALL = {"num_blocks": 16, "max_batch_tokens": 256}  # the defaults fill the memory
+PROMPTS = ["The United States", "My fellow citizens, in the year of", "Peace"] * 2
 TOKENS = 12
 
 
@@ -58,7 +52,7 @@ def server(folder, log):
         port = free.getsockname()[1]
     options = f"--trust-remote-code --continuous-batching --device cpu --port {port}"
     options += " --host 127.0.0.1 --attn-implementation sdpa"
-    options += "".join(f" --cb-{name.replace('_', '-')} {size}" for name, size in SMALL.items())
+    options += " --cb-num-blocks 16 --cb-max-batch-tokens 256"  # the defaults fill the memory
     code = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", code, "serve", str(folder), *options.split()]
     with (
