@@ -1,6 +1,5 @@
 """The loss and its L1 term, over micro-batches, with padding in every kind of mask."""
 
-import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
 
@@ -159,18 +158,6 @@ def test_what_a_block_holds():
         pass
     with pytest.raises(RuntimeError, match="no SparseFFN layer ran"):
         terms.mean()
-
-
-def test_a_layer_in_two_places_counts_in_both():
-    """As the same model with two layers of the same weights."""
-    apart, x, mask = make().double(), tokens(2, 9), torch.ones(2, 9)
-    mask[0, :4] = 0
-    apart.model.layers[2].mlp.load_state_dict(apart.model.layers[0].mlp.state_dict())
-    shared = copy.deepcopy(apart)
-    shared.model.layers[2].mlp = shared.model.layers[0].mlp
-    results = [model(input_ids=x, labels=x, attention_mask=mask) for model in (apart, shared)]
-    assert_close(results[1].l1, results[0].l1)
-    assert_close(results[1].loss, results[0].loss)
 
 
 def checkpointed(model):

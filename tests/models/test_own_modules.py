@@ -140,18 +140,3 @@ def test_every_module_of_a_class_is_compared():
     register_adapter(Threshold, **RELU, threshold=0.1)
     with pytest.raises(ValueError, match="of Threshold describes something else"):
         sparsify(model)
-
-
-def test_a_module_in_several_places_is_one_layer():
-    one = Squared()
-    model, x = nn.Sequential(one, one, nn.Sequential(one)), torch.randn(3, 32)
-    expected, state = model(x), {name: t.clone() for name, t in model.state_dict().items()}
-    register_adapter(Squared, **SQUARED, activation="relu2")
-    sparsify(model)
-    assert model[0] is model[1] is model[2][0] and len(sparse_ffns(model)) == 1
-    assert_close(model(x), expected)
-    assert_same(model.state_dict(), state)
-    model.load_state_dict(state)
-    twell.densify(model)
-    assert model[0] is model[1] is model[2][0] is one
-    assert_same(model.state_dict(), state)

@@ -112,8 +112,6 @@ def test_other_ways_to_load_are_refused(saved, tmp_path):
     twell.dequantize_(model.ffns[0])
     with pytest.raises(ValueError, match="some layers are in FP8"):
         model.save_pretrained(tmp_path / "mixed")
-    with pytest.raises(ValueError, match="is of FP8 weights"):
-        AutoModelForCausalLM.from_config(model.config)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no SparseFFN layer"):
         LlamaForCausalLM.from_pretrained(folder)  # it would take FP8 values for the weights
     with pytest.raises(ValueError, match="torch.float32"):

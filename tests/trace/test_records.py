@@ -2,7 +2,6 @@
 
 import copy
 import re
-import zipfile
 
 import numpy as np
 import pytest
@@ -110,20 +109,6 @@ def test_saved_and_loaded_and_damaged(tmp_path, records, kind):
     other.save(path)
     with pytest.raises(ValueError, match=r"a\.npz"):
         Aggregate.load(path)
-
-
-def test_files_of_older_versions_have_no_values_around_places(records, tmp_path):
-    path, newer = tmp_path / "a.npz", {"near.npy", "together_at.npy", "together.npy"}
-    records["aggregate"].save(path)
-    with zipfile.ZipFile(path) as file:
-        members = {name: file.read(name) for name in file.namelist() if name not in newer}
-    with zipfile.ZipFile(path, "w") as file:
-        for name, content in members.items():
-            file.writestr(name, content)
-    older = Aggregate.load(path)
-    shape = records["aggregate"].value_sum.shape
-    assert older.near.shape == (*shape, 0, 0) and older.together_at.shape == (*shape, 0)
-    assert np.array_equal(older.top_at, records["aggregate"].top_at)
 
 
 def test_recorded_files_load_and_give_the_same_bytes():
