@@ -83,19 +83,3 @@ def test_mistakes_of_a_file_are_named(tmp_path, text):
     (tmp_path / "a.yaml").write_text(text.format(folder=tmp_path))
     with pytest.raises(ValueError, match=r"a\.yaml|field 1"):
         TrainConfig.load(tmp_path / "a.yaml")
-
-
-REMARKS = [
-    ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
-    ({"l1_zero_steps": 6, "l1_warmup_steps": 20}, ["l1_warmup_steps 20"]),
-    ({"reinit": 0.1, "dead_window_tokens": 2**20}, ["reinit 0.1"]),
-    ({"balance_every": 17}, ["balance_every 17"]),
-    ({"active_share": 0.1, "l1_zero_steps": 15, "l1_stage_steps": 4}, ["active_share 0.1"]),
-]
-
-
-@pytest.mark.parametrize(("changes", "named"), REMARKS)
-def test_a_schedule_that_never_acts_is_said(tiny_config, changes, named):
-    remarks = dataclasses.replace(tiny_config, **changes).remarks()
-    assert len(remarks) == len(named)
-    assert all(name in remark for name, remark in zip(named, remarks, strict=True))

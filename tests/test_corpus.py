@@ -287,15 +287,6 @@ def test_a_stream_that_cannot_be_read_is_named(streamed, tmp_path, monkeypatch):
         TrainConfig.load("quick", ["source=hf:no/such"]).prepare_text()
 
 
-def test_last_words_stand_before_their_sentence():
-    text = (
-        "The harbour was quiet. " + "word " * 30 + "so we walked down to the harbour. " + "a " * 90
-    )
-    (item,) = corpus.last_words([text], 5, 25)
-    assert item["choices"] == ["harbour"] and item["query"].endswith("down to the")
-    assert corpus.last_words([text.replace("The harbour", "The port")], 5, 25) == []
-
-
 def test_text_begins_as_the_tokenizer_begins_it(source, tmp_path):
     """Llama 2 and Mistral have seen a begin-of-text token before every document."""
     plain = corpus.train_tokenizer(texts(20), 300)

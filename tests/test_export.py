@@ -64,24 +64,6 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     assert "already exists" in capsys.readouterr().err
 
 
-def test_a_card_names_every_start_no_twin_and_no_path_of_this_machine(runs, tmp_path, monkeypatch):
-    run = shutil.copytree(runs / "sparse", tmp_path / "run")
-    (run / "aggregate.npz").write_bytes(b"statistics")
-    text = f"source={tmp_path / 'my' / 'texts'} tokenizer=/elsewhere/words --out {run}"
-    origin = results.load_provenance(run)
-    first = origin["starts"][0] | {"command": f"python -m twell train quick {text}"}
-    resumed = {"commit": "two", "device": "a GPU", "step": 4}, {"commit": "three", "step": 6}
-    origin["starts"] = [first | change for change in ({"commit": "one"}, *resumed)]
-    (run / "provenance.json").write_text(json.dumps(origin))
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", "run", "--trained-on", "words", "--out", str(tmp_path / "given")]) == 0
-    card = (tmp_path / "given" / "README.md").read_text()
-    assert "`python -m twell train quick source=my/texts tokenizer=words --out run`" in card
-    resumes = "commit one, resumed from step 4 on a GPU, commit two and from step 6 on"
-    assert f"{resumes} {first['device']}, commit three" in card and "twin" not in card
-    assert (tmp_path / "given" / "aggregate.npz").read_bytes() == b"statistics"
-
-
 def test_a_run_has_its_validation_tokens_or_needs_its_text(
     tiny_config, tiny_text, tmp_path, capsys
 ):

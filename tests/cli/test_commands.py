@@ -196,16 +196,6 @@ def test_measurements_get_everything(measured):
     assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
 
 
-def test_a_checkpoint_has_the_name_of_its_run_and_the_tokens_of_all_texts(measured, tiny_run):
-    texts = ["bain", "", "bain"]
-    Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    words = f"model {tiny_run / 'model'} --source texts.jsonl --order-tokens --batches 1x2"
-    _, options = measured(words, "language_model")
-    name, loaded, ids = options["checkpoint"]
-    assert name == tiny_run.name and loaded.dtype == torch.bfloat16 and options["ordered"]
-    assert ids and ids[: len(ids) // 2] == ids[len(ids) // 2 :]
-
-
 @pytest.mark.parametrize("crossover", [12.5, None])
 @pytest.mark.parametrize(
     ("words", "shape", "out"),

@@ -9,8 +9,7 @@ from pathlib import Path
 import lm_eval
 import pytest
 
-from tests.factories.train import stream_config
-from twell import corpus, evaluate, results
+from twell import corpus, evaluate
 from twell.evaluate import tasks
 from twell.train import TrainConfig
 
@@ -95,17 +94,6 @@ def test_held_out_text_from_files(tiny_run, tmp_path):
     write_texts(run / "held_out.jsonl", ["one", "two"])
     assert evaluate.held_out_texts(run)[0] == ["one", "two"]
     assert evaluate.held_out_texts(run, str(own))[0] == [own.read_text()]
-
-
-def test_held_out_text_of_a_run_on_a_stream(tiny_config, tiny_text, tmp_path):
-    documents = [json.loads(line)["text"] for line in tiny_text.read_text().splitlines()]
-    config = stream_config(tiny_config, tiny_text, tmp_path / "data")
-    config = dataclasses.replace(config, valid_tokens=4096)
-    results.write_run(tmp_path / "run", dataclasses.asdict(config), results.provenance())
-    texts, _ = evaluate.held_out_texts(tmp_path / "run")
-    whole = [document for document in texts[:-1] if document]
-    assert len(whole) > 3 and whole == documents[: len(whole)]
-    assert documents[len(whole)].startswith(texts[-1])
 
 
 def second(**fields):

@@ -4,6 +4,7 @@ import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 
+import peft
 import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
@@ -18,12 +19,14 @@ from tests.factories.models import (
     assert_same,
     family,
     inputs_of,
+    make,
     replicate,
     stock,
     tokens,
 )
-from twell.models import load, sparse_ffns, sparsify
+from twell.models import densify, load, order, sparse_ffns, sparsify
 from twell.sparse.layer import SparseFFN
+from twell.sparse.training import SparseTraining
 
 assert_close = torch.testing.assert_close
 
@@ -217,3 +220,132 @@ def test_folders_without_a_model_or_all_its_weights_are_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
     with pytest.raises(ValueError, match=r"config\.json describes no model"):
         load(tmp_path)
+
+
+# --- adapters of peft, and hooks
+
+
+PARTS = {"llama": ["gate_proj", "up_proj", "down_proj"], "opt": ["fc1", "fc2"]}
+
+
+def with_adapters(base, kind, sparsified=None):
+    """A copy of `base` with random adapters, sparsified "before" or "after" them, or not (None)."""
+    torch.manual_seed(0)
+    parts, model = PARTS[base.config.model_type], copy.deepcopy(base)
+    if sparsified == "before":
+        sparsify(model, backend="reference")
+    if kind == "ia3":
+        options = {"feedforward_modules": parts[-1:], "init_ia3_weights": False}
+        config = peft.IA3Config(target_modules=parts, **options)
+    else:
+        options = {"r": 2, "init_lora_weights": False, "use_dora": kind == "dora"}
+        config = peft.LoraConfig(target_modules=parts, **options)
+    model = peft.get_peft_model(model, config)
+    if sparsified == "after":
+        sparsify(model, backend="reference")
+    return model.train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "adapter", "sparsified"),
+    [("llama", "dora", "before"), ("llama", "ia3", "after"), ("opt", "lora", "before")],
+)
+def test_adapters_of_peft_act_and_learn(kind, adapter, sparsified):
+    """Logits and gradients are those of peft's model of the stock one, in SparseTraining too."""
+    base, x = stock("llama") if kind == "llama" else family("opt", dropout=0.0), tokens(2, 12)
+    dense, sparse = with_adapters(base, adapter), with_adapters(base, adapter, sparsified)
+    dense(input_ids=x, labels=x).loss.backward()
+    training = SparseTraining(sparse)
+    for _ in training.attempts():
+        sparse.zero_grad()
+        sparse(input_ids=x, labels=x).loss.backward()
+    assert training.summary()["sparse_layers"] == 0
+    expected = {name: p.grad for name, p in dense.named_parameters() if p.requires_grad}
+    result = {name: p.grad for name, p in sparse.named_parameters() if p.requires_grad}
+    assert result.keys() == expected.keys() and len(result) >= 9
+    assert all(gradient.any() for gradient in expected.values())
+    atol = 1e-6 if kind == "llama" else 1e-4  # whose weights are larger
+    for name, gradient in expected.items():
+        torch.testing.assert_close(result[name], gradient, rtol=1e-4, atol=atol, msg=name)
+    dense.eval()
+    sparse.eval()
+    with torch.no_grad():
+        expected = dense(input_ids=x).logits
+        torch.testing.assert_close(sparse(input_ids=x).logits, expected, rtol=1e-4, atol=10 * atol)
+        assert all(ffn.path == "dense" for ffn in sparse_ffns(sparse))
+        merged = sparse.merge_and_unload()
+        assert all(ffn.readable for ffn in sparse_ffns(merged))
+        tolerance = {"rtol": 1e-3, "atol": max(1e-4, 10 * atol)}
+        torch.testing.assert_close(merged(input_ids=x).logits, expected, **tolerance)
+
+
+def test_hooks_of_a_replaced_layer_are_carried_over_and_back():
+    model = stock("llama")
+    x, seen = tokens(2, 12), []
+
+    def double(module, args, y):
+        seen.append(type(module).__name__)
+        return 2 * y
+
+    handle = model.model.layers[1].mlp.register_forward_hook(double)
+    expected = model(input_ids=x).logits
+    for change in (sparsify, densify):
+        change(model)
+        assert_close(model(input_ids=x).logits, expected, rtol=1e-4, atol=1e-5)
+    handle.remove()
+    assert not torch.allclose(model(input_ids=x).logits, expected, rtol=1e-3, atol=1e-3)
+    assert seen == ["LlamaMLP", "SparseFFN", "LlamaMLP"]
+
+
+def test_silu_needs_relufy():
+    model = stock("llama", "silu")
+    x = tokens(2, 12)
+    before = model(input_ids=x).logits
+    with pytest.raises(ValueError, match="'silu', .*relufy=True"):
+        sparsify(model)
+    with pytest.warns(UserWarning, match="'silu' became 'relu': the model needs training"):
+        sparsify(model, relufy=True)
+    relu = model(input_ids=x).logits
+    assert not torch.allclose(relu, before)
+    torch.testing.assert_close(densify(model)(input_ids=x).logits, relu)
+    assert model.config.hidden_act == "relu"
+    for refuse in (densify, sparse_ffns):
+        with pytest.raises(ValueError, match="LlamaForCausalLM"):
+            refuse(model)
+
+
+# --- the order of tokens
+
+
+@pytest.mark.parametrize("kind", ["opt", "t5"])
+def test_a_model_with_similar_tokens_side_by_side_computes_the_same(kind, monkeypatch):
+    monkeypatch.setattr(order, "MIN_TOKENS", 24)
+    model = twell.sparsify(family(kind), backend="reference")
+    inputs = inputs_of(model, tokens(2, 16))
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        ordered = twell.order_tokens(model, clusters=5)
+        assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-4)
+        ffns = sparse_ffns(model)
+        if kind != "t5":  # whose decoder sees fewer tokens, behind the encoder
+            places = ordered.places[inputs["input_ids"].reshape(-1)]
+            assert torch.equal(ffns[0].token_order.order, places.argsort(stable=True))
+            assert all(ffn.token_order is ffns[0].token_order for ffn in ffns)
+        model(**inputs_of(model, tokens(1, 8)))
+        assert all(ffn.token_order is None for ffn in ffns)  # too few to gain
+        model(**inputs)
+        ordered.remove()
+        assert all(ffn.token_order is None for ffn in ffns)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "names"),
+    [
+        (torch.nn.Sequential(twell.SparseFFN(16, 32)), {}, "Sequential"),
+        (make(), {"clusters": 0}, "clusters is 0"),
+        (make().to("meta"), {}, "offloaded"),
+    ],
+)
+def test_models_that_have_no_order(model, options, names):
+    with pytest.raises(ValueError, match=names):
+        twell.order_tokens(model, **options)

@@ -1,5 +1,6 @@
 """A SiLU model that learns from itself with ReLU: its loss, its steering, what is saved."""
 
+import copy
 import dataclasses
 import functools
 import shutil
@@ -26,12 +27,16 @@ from tests.factories.train import (
     write_config,
     write_pretrained,
 )
+from tests.kills import differences
 from twell import cli, collect_l1, results
 from twell.config import TrainConfig
+from twell.export import export
 from twell.models import load
 from twell.sparse.training import SparseTraining
-from twell.train import Student, evaluate, relufy, relufy_config, train
+from twell.train import Student, evaluate, fit_down, loop, relufy, relufy_config, train
 from twell.train.build import prepare_layers
+from twell.train.loop import Run
+from twell.train.steer import Steering
 
 
 def ids_of(*shape):
@@ -264,3 +269,153 @@ def test_two_processes_give_the_losses_of_one(config, tmp_path, kind):
     expected = load(tmp_path / "one")[0].state_dict()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)
+
+
+# --- down projections that are fitted to the original before training
+
+
+def student_of(config):
+    return Student.of(config, torch.device("cpu")).eval()
+
+
+def fitted(student, batches):
+    assert list(fit_down(student, batches, lambda tensor: tensor)) == [0, 1]
+    return student
+
+
+@torch.no_grad()
+def seen(model, ids, number):
+    """What a decoder layer returns, and what its feed-forward module reads."""
+    layer, found = model.base_model.layers[number], {}
+    hooks = [
+        layer.register_forward_hook(lambda _, inputs, output: found.update(output=output)),
+        layer.mlp.register_forward_pre_hook(lambda _, inputs: found.update(x=inputs[0])),
+    ]
+    model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+    return found["output"].double().flatten(0, 1), found["x"]
+
+
+def test_each_layer_makes_up_for_its_activation_and_for_earlier_layers(config):
+    """Against least squares on [h; sqrt(ridge) I], on the outputs of whole models."""
+    given = config()
+    before, blocks = student_of(given), given.prepare_text()[1]
+    batches = [blocks.draw(range(start, start + 8)) for start in (0, 8, 16)]
+    after = fitted(copy.deepcopy(before), batches)
+    ids, other = torch.cat(batches), blocks.draw(range(200, 232))
+    (teacher,), partly = before.teacher, copy.deepcopy(before.student)
+    for number, ffn in enumerate(after.ffns):  # earlier layers are fitted, this one is not
+        found, x = seen(partly, ids, number)
+        wanted, _ = seen(teacher, ids, number)
+        with torch.no_grad():
+            h = before.ffns[number].activations(x)[1].double().flatten(0, 1)
+        ridge = (relufy.RIDGE * h.square().sum(0).mean()).sqrt() * torch.eye(h.shape[1])
+        error = torch.cat([wanted - found, torch.zeros(h.shape[1], found.shape[1])])
+        expected = torch.linalg.lstsq(torch.cat([h, ridge.double()]), error).solution.T
+        weight = before.ffns[number].down_proj.weight
+        change = (ffn.down_proj.weight - weight).double()
+        assert (change - expected).norm() < 2e-3 * expected.norm()
+        partly.base_model.layers[number].mlp.down_proj.weight.data.copy_(ffn.down_proj.weight)
+    weights, others = after.student.state_dict(), before.student.state_dict()
+    changed = {name for name in weights if not torch.equal(weights[name], others[name])}
+    assert changed == {f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1)}
+    with torch.no_grad():
+        assert after(other).kl < 0.5 * before(other).kl  # on text that it did not see
+
+
+def test_activations_that_are_not_finite_are_refused(config):
+    student = student_of(config())
+    student.ffns[1].up_proj.weight.data[3] = torch.inf
+    with pytest.raises(ValueError, match="layer 1"):
+        list(fit_down(student, [torch.zeros(1, 8, dtype=torch.long)], lambda tensor: tensor))
+
+
+def test_a_run_begins_with_it_and_does_not_repeat_it(config, tmp_path, monkeypatch):
+    given = dataclasses.replace(
+        config("tokens=7680", "l1_stage_steps=5", "l1_growth=1.2", "hidden_weight=0.5"),
+        **{"precision": "bf16", "checkpoint_every": 5, "fit_tokens": 4000},
+    )
+    whole = train(given, tmp_path / "whole", quiet=True)
+    kl = series(results.load_run(whole)[1], "kl", "valid").iloc[0]
+    with torch.no_grad():
+        without = student_of(given)(given.prepare_text()[2].draw(range(8))).kl
+    assert kl < 0.5 * without
+    stop_training(given, tmp_path / "stopped", 10)
+    monkeypatch.setattr(loop, "fit_down", None)  # from the checkpoint it goes on without
+    resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
+    assert differences(resumed, whole) == []
+
+
+# --- activity that is brought to the wanted share
+
+
+def steering(*fields):
+    given = "active_share=0.2", "l1_growth=1.5", "l1_stage_steps=10", "l1_zero_steps=10"
+    return Steering(TrainConfig.load("relufy", [*given, *fields]), None)
+
+
+@pytest.mark.parametrize(
+    "shares, factors",
+    [
+        ([0.5, 0.5], [1.5**3, 1.5**3]),  # too many: at most three factors a stage
+        ([0.4, 0.25], [1.5**3, 1.0]),  # falls below the aim in the next stage
+        ([0.1, 0.125], [1 / 1.5**3, 1.0]),  # comes back within five stages
+        ([0.05, 0.051], [1 / 1.5**3, 1 / 1.5**3]),  # comes back too slowly
+        (8 * [0.001], [*5 * [1 / 1.5**3], 1e-3 * 1.5**15, 1.0, 1.0]),  # at a thousandth it ends
+    ],
+)
+def test_the_coefficient_waits_for_activity_on_its_way(shares, factors):
+    steered, found = steering(), []
+    steered.after(10, 0.9 * steered.config.intermediate_size)  # the term does not act yet
+    assert steered.factor == 1 and steered.value == 1e-3
+    for stage, share in enumerate(shares, 2):
+        before = steered.factor
+        for step in range(10 * stage - 9, 10 * stage + 1):
+            steered.after(step, share * steered.config.intermediate_size)
+        found.append(steered.factor / before)
+    assert found == pytest.approx(factors) and steered.value == 1e-3 * steered.factor
+
+
+def test_a_run_says_that_it_missed_the_wanted_share():
+    steered = steering()
+    size = steered.config.intermediate_size
+    for share, remedy in ((0.21, "raise tokens, l1_coefficient"), (0.1, "lower l1_coefficient")):
+        line = steered.missed(3 * [share * size])
+        assert f"{share:.1%}" in line and remedy in line
+    assert steered.missed(3 * [0.17 * size]) is None
+
+
+def test_without_l1_the_threshold_rises_until_few_are_active(config, tmp_path, monkeypatch):
+    """In compiled layers too, which have to see each new threshold."""
+    compile = functools.partialmethod(torch.nn.Module.compile, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile)  # inductor takes minutes
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    words = "active_share=0.1 l1_coefficient=0 threshold=0.05 l1_stage_steps=5 tokens=30720"
+    given = dataclasses.replace(config(*words.split()), compile=True)
+    validate, validated = Run.validate, {}
+
+    def seen(run, step):
+        validated[step] = run.model.ffns[0].threshold
+        validate(run, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "validate", seen)
+        run = train(given, tmp_path / "whole", quiet=True)
+    log = results.load_run(run)[1]
+    thresholds = series(log, "threshold").droplevel("layer")
+    assert thresholds.iloc[0] == pytest.approx(0.05) and thresholds.nunique() > 5
+    assert "l1_coefficient" not in set(log["metric"])
+    shares = series(log, "active_mean", "valid").groupby("step").mean() / 96
+    assert shares.iloc[0] > 0.3 and 0.07 < shares.iloc[-1] < 0.115
+    # A validation has the threshold of its row, also where a stage ends.
+    del validated[0]
+    rows = thresholds.groupby("step").first()[[*validated]]
+    assert len(validated) == 3 and validated == pytest.approx(rows.to_dict(), rel=1e-4)
+    # The model has the threshold of the last row.
+    model = load(run)[0]
+    assert {ffn.threshold for ffn in model.ffns} == {model.config.activation_threshold}
+    assert model.config.activation_threshold == pytest.approx(thresholds.iloc[-1], rel=1e-4)
+    card = (export(run, tmp_path / "out", text="Words.") / "README.md").read_text()
+    last = f"{model.config.activation_threshold:.3g}"
+    assert f"| activation | relu above {last} |" in card
