@@ -44,12 +44,6 @@ def sentencepiece():
     return _wrapped(tokenizer)
 
 
-def wordpiece():
-    before, decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    model = models.WordPiece(unk_token="<unk>")
-    return _trained(model, trainers.WordPieceTrainer, before, decoder, vocab_size=70)
-
-
 def words():
     """Whole words, which no decoder joins."""
     model, before = models.WordLevel(unk_token="<unk>"), pre_tokenizers.WhitespaceSplit()
@@ -82,4 +76,4 @@ class Slow(PreTrainedTokenizer):
         return "".join(tokens)
 
 
-KINDS = [byte_level, sentencepiece, wordpiece, words, Slow]
+KINDS = [byte_level, sentencepiece, words, Slow]

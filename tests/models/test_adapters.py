@@ -14,16 +14,8 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twell
-from tests.factories.models import (
-    FAMILIES,
-    assert_same,
-    family,
-    inputs_of,
-    make,
-    replicate,
-    stock,
-    tokens,
-)
+from tests.factories import models as factory
+from tests.factories.models import assert_same, family, inputs_of, make, replicate, stock, tokens
 from twell.models import densify, load, order, sparse_ffns, sparsify
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
@@ -42,7 +34,7 @@ def logits(model, x):
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        *((kind, {}) for kind in FAMILIES if kind != "nemotron"),
+        *((kind, {}) for kind in factory.FAMILIES if kind != "nemotron"),
         ("nemotron", {"mlp_bias": True}),
         ("t5", {"feed_forward_proj": "gated-relu"}),
         ("llama", {"hidden_act": "relu2"}),

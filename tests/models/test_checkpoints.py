@@ -9,21 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from tests.factories.models import (
-    INDEX,
-    VOCAB,
-    assert_same,
-    calibration,
-    change_config,
-    change_tensors,
-    make,
-    published,
-    stock,
-    tokens,
-    transpose_down,
-    write,
-    write_shards,
-)
+from tests.factories import models as factory
+from tests.factories.models import assert_same, change_config, change_tensors, published, write
 from twell.models import load
 from twell.sparse.layer import SparseFFN
 
@@ -46,7 +33,7 @@ def test_published_checkpoints_load_bit_for_bit(tmp_path, layout, gated, tied, s
     assert_same(model.state_dict(), expected.state_dict())
     assert model.config.rope_parameters["rope_theta"] == 100000
     assert model.config.l1_coefficient == 2e-5 and model.config.hidden_act == "relu"
-    x = tokens(1, 9)
+    x = factory.tokens(1, 9)
     assert torch.equal(model(input_ids=x).logits, expected(input_ids=x).logits)
 
 
@@ -57,7 +44,7 @@ def test_down_is_read_transposed_by_the_hybrid_field_alone(tmp_path, field, layo
     fields = {"shards": 3, "neurons": 32, "sparsity_use_hybrid_kernel": field}
     model = published(tmp_path, layout, **fields)
     if field and layout == "llama":  # in the paper's names nothing is transposed by the field
-        change_tensors(transpose_down)(tmp_path)
+        change_tensors(factory.transpose_down)(tmp_path)
     again, _ = load(tmp_path)
     assert_same(again.state_dict(), model.state_dict())
     again.save_pretrained(tmp_path / "again")  # in our layout
@@ -65,12 +52,12 @@ def test_down_is_read_transposed_by_the_hybrid_field_alone(tmp_path, field, layo
 
 
 def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
-    expected = stock("llama", rms_norm_eps=3e-6)
+    expected = factory.stock("llama", rms_norm_eps=3e-6)
     expected.save_pretrained(tmp_path)
-    x = tokens(2, 8)
+    x = factory.tokens(2, 8)
     model = load(tmp_path, backend="reference", dtype=FP64)[0]
     torch.testing.assert_close(model(input_ids=x).logits, expected.double()(input_ids=x).logits)
-    stock("llama", "silu").save_pretrained(tmp_path)
+    factory.stock("llama", "silu").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="activation 'silu'"):
         load(tmp_path)
     published(tmp_path, "llama", tied=False)
@@ -80,14 +67,14 @@ def test_llama_with_relu_loads_and_with_silu_does_not(tmp_path):
 
 
 def test_of_one_file_and_shards_the_one_of_transformers_is_read(tmp_path):
-    first, second = make(), make()
+    first, second = factory.make(), factory.make()
     first.save_pretrained(tmp_path, max_shard_size="8KB")
     shards = {path: path.read_bytes() for path in tmp_path.glob("model*.*s*")}
     second.save_pretrained(tmp_path)  # a save deletes the one before
     assert [path for path in shards if path.is_file()] == []
     for path, content in shards.items():
         path.write_bytes(content)
-    for fields, model in (({}, second), ({"transformers_weights": INDEX}, first)):
+    for fields, model in (({}, second), ({"transformers_weights": factory.INDEX}, first)):
         change_config(**fields)(tmp_path)
         for loaded in (load(tmp_path)[0], AutoModelForCausalLM.from_pretrained(tmp_path)):
             assert_same(loaded.state_dict(), model.state_dict())
@@ -106,7 +93,7 @@ def mixed(folder, types, named=None):
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         place = number % len(types)
         shards[place][name] = torch.randn(tensor.shape, dtype=FP64).to(types[place])
-    write_shards(folder, shards)
+    factory.write_shards(folder, shards)
     return {name: tensor for shard in shards for name, tensor in shard.items()}
 
 
@@ -138,20 +125,20 @@ def test_a_configured_type_that_rounds_warns(tmp_path):
 
 
 def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monkeypatch):
-    make().save_pretrained(tmp_path / "model")
+    factory.make().save_pretrained(tmp_path / "model")
     path, default = tmp_path / "model" / "calibration.json", SparseFFN(32, 84).plan
-    calibration().save(path)
+    factory.calibration().save(path)
     model = load(tmp_path, backend="auto")[0]
     assert model.config.ffn_backend == "auto"
     for ffn in model.ffns:
-        assert ffn.backend == "auto" and ffn.calibration.times == calibration().times
+        assert ffn.backend == "auto" and ffn.calibration.times == factory.calibration().times
         assert ffn.plan[0] == (512, "decode") != default[0]
     assert all(ffn.calibration is None for ffn in load(tmp_path)[0].ffns)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")
     with pytest.warns(UserWarning, match="has times of 'a device', and this is 'another'"):
         load(tmp_path, backend="auto")
-    calibration(gated=False).save(path)
+    factory.calibration(gated=False).save(path)
     with pytest.raises(ValueError, match="gated=False"):
         load(tmp_path, backend="auto")
 
@@ -160,7 +147,7 @@ def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monke
 
 
 def test_text_is_generated_as_the_folder_says(tmp_path):
-    make().save_pretrained(tmp_path)
+    factory.make().save_pretrained(tmp_path)
     fields = {"eos_token_id": [3, 7], "pad_token_id": 5, "do_sample": True, "temperature": 0.6}
     GenerationConfig(**fields).save_pretrained(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.to_dict()
@@ -179,7 +166,7 @@ UP = "model.layers.1.mlp.up_weight"
 def index(text):
     def change(folder):
         (folder / "model.safetensors").unlink()
-        (folder / INDEX).write_text(text)
+        (folder / factory.INDEX).write_text(text)
 
     return change
 
@@ -214,7 +201,7 @@ PAPER = [
     (change_tensors({GATE: torch.ones(84, 32)}), r"gate_proj\.weight has shape \(32, 84\)"),
     (change_config(sparsity_gated_mlp=False), "gate_proj|up_proj"),
     (change_tensors({"model.extra": torch.ones(1)}), r"model\.extra is not part of the model"),
-    (change_tensors({"lm_head.weight": torch.ones(VOCAB, 32)}), r"lm_head\.weight differs from"),
+    (change_tensors({"lm_head.weight": torch.ones(90, 32)}), r"lm_head\.weight differs from"),
     (norm(torch.ones(32).to(torch.int8)), r"model\.norm\.weight has type torch\.int8"),
     (write("generation_config.json", "{"), r"generation_config\.json is not JSON"),
 ]
@@ -239,7 +226,7 @@ def test_damaged_checkpoints_are_named(tiny_run, tmp_path, ours, change, names):
 def test_missing_files_and_a_tensor_in_two_shards_are_refused(tmp_path):
     published(tmp_path, "llama", shards=3)
     file = tmp_path / "model-2.safetensors"
-    save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(VOCAB, 32)}, file)
+    save_file(load_file(file) | {"model.embed_tokens.weight": torch.ones(factory.VOCAB, 32)}, file)
     with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight twice"):
         load(tmp_path)
     with pytest.raises(ValueError, match=r"model-2\.safetensors is a file"):

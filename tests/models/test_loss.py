@@ -12,17 +12,8 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache, Trainer, T
 
 import twell
 from tests.factories import SEED
-from tests.factories.models import (
-    MASKS,
-    VOCAB,
-    counted,
-    make,
-    replicate,
-    square,
-    step,
-    stock,
-    tokens,
-)
+from tests.factories import models as factory
+from tests.factories.models import MASKS, counted, make, replicate, square, step, stock, tokens
 from twell.models import collect_l1, sparsify
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -40,7 +31,7 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     with collect_l1(model) as terms:
         output = model(input_ids=x, labels=x, l1_scale=0.5)
     l1 = torch.stack([h.abs().sum(-1) for h in hidden]).mean()
-    logits, targets = output.logits[:, :-1].reshape(-1, VOCAB), x[:, 1:].reshape(-1)
+    logits, targets = output.logits[:, :-1].reshape(-1, factory.VOCAB), x[:, 1:].reshape(-1)
     expected = torch.nn.functional.cross_entropy(logits, targets)
     assert_close(output.l1, l1)
     assert_close(output.l1, terms.mean())
@@ -302,10 +293,11 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
     if kind == "dynamic":
         cache = DynamicCache(config=model.config)
     else:
-        cache, longer = StaticCache(model.config, max_cache_len=12), torch.nn.functional.pad
+        cache = StaticCache(model.config, max_cache_len=12)
+        whole = square(torch.nn.functional.pad(mask, (0, 4)))
     counts = []
     for start, end in ((0, 3), (3, 4), (4, 8)):
-        given = mask[:, :end] if kind == "dynamic" else square(longer(mask, (0, 4)))[:, :, start:end]
+        given = mask[:, :end] if kind == "dynamic" else whole[:, :, start:end]
         model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
         counts.append(counted(model))
     assert counts == [[4] * 3, [2] * 3, [7] * 3]
@@ -317,8 +309,8 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
 def test_an_unreadable_mask_is_refused_where_padding_counts(mask):
     model, x = make().eval(), tokens(2, 8)
     names = "dict" if isinstance(mask, dict) else re.escape(str(tuple(mask.shape)))
-    for training, recording, labels in ((False, False, x), (False, True, None), (True, False, None)):
-        model.train(training).recording = recording
+    for training, recording, labels in ((0, 0, x), (0, 1, None), (1, 0, None)):
+        model.train(bool(training)).recording = bool(recording)
         with pytest.raises(ValueError, match=f"attention_mask is .*{names}"):
             model(input_ids=x, attention_mask=mask, labels=labels)
 

@@ -9,15 +9,8 @@ import pytest
 
 from study import analysis
 from tests.factories import SEED
-from tests.factories.trace import (
-    AT_MOST_ONCE,
-    DEAD,
-    LENGTHS,
-    OFTEN,
-    aggregate_of,
-    dense,
-    random_activity,
-)
+from tests.factories import trace as factory
+from tests.factories.trace import DEAD, LENGTHS, OFTEN, aggregate_of, dense, random_activity
 from twell import results
 from twell.trace import BLOCKS, COMPRESSIONS, SAMPLE, TILE_N, Aggregate, Trace
 
@@ -148,7 +141,7 @@ def test_sizes_that_do_not_fit_are_refused(records, kind, change, words):
 # --- what an aggregate counts of values, and its places
 
 
-SOME = [(0, DEAD), (0, OFTEN), (0, AT_MOST_ONCE), (0, 31), (0, 256), (1, OFTEN), (1, 599)]
+SOME = [(0, DEAD), (0, OFTEN), (0, factory.AT_MOST_ONCE), (0, 31), (0, 256), (1, OFTEN), (1, 599)]
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,6 @@ def test_text_is_cut_into_contexts_and_read_back(loaded):
 STRINGS = {  # of "a a é"
     "byte_level": ["a", " a", " ", "<0xC3>", "<0xA9>"],
     "sentencepiece": [" a", " a", " ", "<0xC3>", "<0xA9>"],
-    "wordpiece": [" a", " a", "<unk>"],
     "words": ["a", "a", "<unk>"],
     "Slow": ["a", " ", "a", " ", "é"],
 }

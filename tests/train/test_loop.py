@@ -12,15 +12,8 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from tests.factories import SEED
-from tests.factories.train import (
-    SHORT,
-    assert_same_numbers,
-    launch,
-    log_of,
-    series,
-    train_changed,
-    write_config,
-)
+from tests.factories import train as factory
+from tests.factories.train import assert_same_numbers, log_of, series, train_changed, write_config
 from tests.kills import differences
 from twell import results
 from twell.config import TrainConfig, l1_schedule
@@ -128,7 +121,7 @@ def test_divergence_is_said(tiny_config, tmp_path, adamw_step):
 
     adamw_step(diverge)
     with pytest.raises(FloatingPointError, match="the validation loss is nan at step 1"):
-        train_changed(tiny_config, tmp_path / "last", **SHORT)
+        train_changed(tiny_config, tmp_path / "last", **factory.SHORT)
     assert not results.load_run(tmp_path / "last")[0]["complete"]
 
 
@@ -296,7 +289,7 @@ def test_two_processes_resume_exactly_and_give_the_losses_of_one(tiny_config, tm
     config = dataclasses.replace(tiny_config, reinit=0.3, balance_every=3, **settings)
     write_config(config, tmp_path / "config.yaml")
     one = log_of(config, tmp_path / "one")
-    two, model = launch(tmp_path, "two", kind, "--resume", prelude=STOPPED)
+    two, model = factory.launch(tmp_path, "two", kind, "--resume", prelude=STOPPED)
     assert differences(tmp_path / "two", tmp_path / "two-expected") == []
     assert_same_numbers(two, one, 3e-4)
     expected = load(tmp_path / "one")[0].state_dict()

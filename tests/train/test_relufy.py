@@ -17,16 +17,8 @@ from transformers import (
 )
 
 from tests.factories import SEED
-from tests.factories.train import (
-    BRIEF,
-    contents,
-    launch,
-    resume,
-    series,
-    stop_training,
-    write_config,
-    write_pretrained,
-)
+from tests.factories import train as factory
+from tests.factories.train import BRIEF, contents, resume, series, stop_training, write_pretrained
 from tests.kills import differences
 from twell import cli, collect_l1, results
 from twell.config import TrainConfig
@@ -260,9 +252,9 @@ def test_two_processes_give_the_losses_of_one(config, tmp_path, kind):
     given = config("tokens=4096", "l1_stage_steps=5", "hidden_weight=0.5")
     changes = {"micro_batch": 3, "log_every": 2, "l1_stage_steps": 2, "fit_tokens": 1152}
     given = dataclasses.replace(given, **changes)
-    write_config(given, tmp_path / "config.yaml")
+    factory.write_config(given, tmp_path / "config.yaml")
     one = results.load_run(train(given, tmp_path / "one", quiet=True))[1]
-    two, model = launch(tmp_path, "two", kind)
+    two, model = factory.launch(tmp_path, "two", kind)
     for metric in ("kl", "cross_entropy", "l1", "hidden", "active_mean", "l1_coefficient"):
         numbers = series(one, metric), series(two, metric)
         np.testing.assert_allclose(*numbers, rtol=3e-4, err_msg=metric)
