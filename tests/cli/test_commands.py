@@ -14,6 +14,7 @@ import torch
 import typer
 
 from tests.factories.commands import read_command
+from tests.factories.train import series
 from twell import evaluate, measure, results
 from twell.cli import app, main
 from twell.cli.runs import BEGIN, END
@@ -118,8 +119,7 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     assert {line.count("|") for line in (heading, rule, *lines)} == {12}
     live, one, stopped = ([word.strip() for word in line.split("|")[1:-1]] for line in lines)
     assert [live[0], one[0], stopped[0]] == ["`live/one`", "`one`", "`stopped` (not complete)"]
-    last = log[(log["split"] == "valid") & (log["step"] == log["step"].max())]
-    loss = last.groupby("metric")["value"].mean()["cross_entropy"]
+    loss = series(log, "cross_entropy", "valid").iloc[-1]
     expected = [str(config["seed"]), f"{loss:.3f}", "95.6 (100%)"]
     assert one[4:7] == expected and one[-2] == config["device"]
     assert [one[-1], stopped[-1]] == ["model", "checkpoint"]
@@ -159,7 +159,7 @@ def measured(monkeypatch, tmp_path):
     def recorder(name):
         return lambda *arguments, **options: given.update({name: (arguments, options)})
 
-    for name in ("ffn", "train_step", "language_model"):
+    for name in ("ffn", "language_model"):
         monkeypatch.setattr(measure, name, recorder(name))
     monkeypatch.setattr(runner, "Gpu", lambda: None)
     monkeypatch.chdir(tmp_path)
@@ -180,12 +180,6 @@ def test_measurements_get_everything(measured):
     expected |= {"activation": "relu2", "bias": True, "mode": "graph", "out": Path("x")}
     assert options == expected | {"kernels": True, "backward": False}
 
-    words = "train-step quick gated=false --active 9 --spread paper --no-compile --energy seed=1"
-    arguments, options = measured(words, "train_step")
-    assert arguments == ("quick", ["gated=false", "seed=1"])
-    expected = dict(active=9.0, profile="paper", compiled=False, energy=True, largest=False)
-    assert options == expected | {"out": Path("build/bench")}
-
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
     arguments, options = measured(words, "language_model")
@@ -197,14 +191,7 @@ def test_measurements_get_everything(measured):
 
 
 @pytest.mark.parametrize("crossover", [12.5, None])
-@pytest.mark.parametrize(
-    ("words", "shape", "out"),
-    [
-        ("run", (32, 96, True), "run/model/calibration.json"),
-        ("--hidden-size 64 --non-gated", (64, 5632, False), "build/calibration.json"),
-    ],
-)
-def test_a_layer_is_calibrated(tiny_run, tmp_path, monkeypatch, words, shape, out, crossover):
+def test_a_layer_is_calibrated(tiny_run, tmp_path, monkeypatch, crossover):
     """Times are written before training is measured, which may take too much memory."""
 
     def calibrate(hidden_size, intermediate_size, gated, quantized, out):
@@ -223,7 +210,7 @@ def test_a_layer_is_calibrated(tiny_run, tmp_path, monkeypatch, words, shape, ou
     monkeypatch.setattr(measure, "crossover", measure_crossover)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_run, "run")
-    assert main(["measure", "calibrate", *words.split()]) == (2 if crossover is None else 0)
-    written = Calibration.load(out)
+    assert main(["measure", "calibrate", "run"]) == (2 if crossover is None else 0)
+    written = Calibration.load("run/model/calibration.json")
     assert written.training == crossover and written.times[0].ms == {"dense": 1.0, "union": 0.5}
-    written.check_shape(*shape)
+    written.check_shape(32, 96, True)

@@ -79,8 +79,7 @@ def test_held_out_text_without_a_run_is_that_of_the_embedded_corpus(tiny_run):
 def test_held_out_text_from_files(tiny_run, tmp_path):
     own = tmp_path / "own.txt"
     own.write_text(" ".join(f"word{n}" for n in range(100)))
-    items = held_out(tiny_run, str(own))
-    assert len(items) == 7
+    assert len(held_out(tiny_run, str(own))) == 7
 
     # a text for validation alone: that for training is not read
     run = shutil.copytree(tiny_run, tmp_path / "run")

@@ -13,7 +13,7 @@ from transformers import DynamicCache, LlamaForCausalLM, StaticCache, Trainer, T
 import twell
 from tests.factories import SEED
 from tests.factories import models as factory
-from tests.factories.models import MASKS, counted, make, replicate, square, step, stock, tokens
+from tests.factories.models import MASKS, counted, make, square, step, stock, tokens
 from twell.models import collect_l1, sparsify
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -198,23 +198,6 @@ def test_compiled_layers_hand_on_the_same(whole, change):
             with pytest.raises(RuntimeError, match="another thread or task collects"):
                 job.result()
     torch.compiler.reset()
-
-
-def test_passes_in_threads_do_not_mix():
-    """Replicas of nn.DataParallel."""
-    model = make().double().train()
-    ids = [tokens(2, 6 + place % 3) for place in range(8)]
-    expected = [float(model(input_ids=x, labels=x).l1.detach()) for x in ids]
-    before = counted(model)
-
-    def job(place):
-        one, x = replicate(model), ids[place]
-        return [float(one(input_ids=x, labels=x).l1.detach()) for _ in range(5)]
-
-    with ThreadPoolExecutor(8) as pool:
-        for place, values in enumerate(pool.map(job, range(8))):
-            assert values == [expected[place]] * 5
-    assert counted(model) == [5 * number for number in before]
 
 
 def test_activation_checkpointing_repeats_but_does_not_recount():

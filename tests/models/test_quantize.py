@@ -77,27 +77,18 @@ def test_a_sparsified_model_keeps_its_weights(tmp_path):
         twell.densify(model)
 
 
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (lambda t: t.pop(SCALE), "gate_proj.weight_scale is missing"),
-        (lambda t: t.update({SCALE: torch.ones(83)}), r"gate_proj.weight_scale has shape \(83,\)"),
-        (lambda t: t.update({GATE: torch.ones(84, 32)}), "gate_proj.weight has type torch.float32"),
-        (lambda t: t[GATE].view(torch.uint8).fill_(0x7F), "gate_proj.weight has NaN or infinite"),
-        (
-            lambda t: t.update({NORM: torch.ones(32).to(FLOAT8)}),
-            "norm.weight has type torch.float8",
-        ),
-    ],
-)
-def test_damaged_weights_are_named(saved, change, names):
+def test_damaged_weights_are_named(saved):
     _, folder = saved
     file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=names):
-        twell.load(folder)
+    whole = load_file(file)
+    for name, tensor, words in (
+        (SCALE, torch.ones(83), r"gate_proj.weight_scale has shape \(83,\)"),
+        (GATE, torch.ones(84, 32), "gate_proj.weight has type torch.float32"),
+        (NORM, torch.ones(32).to(FLOAT8), "norm.weight has type torch.float8"),
+    ):
+        save_file(whole | {name: tensor}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            twell.load(folder)
 
 
 def test_other_ways_to_load_are_refused(saved, tmp_path):
@@ -114,80 +105,45 @@ def test_other_ways_to_load_are_refused(saved, tmp_path):
 # --- transformers' Auto classes
 
 
-ROOT = results.root()
 NO_TWELL = "sys.modules['twell'] = None"  # importing it raises ImportError
 PROGRAM = """
 import sys
-{first}
+{before}
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
-{then}
+{after}
 import torch
-from transformers import AutoModel
-for folder in sys.argv[1:]:
-    model = {loads}
-    print(type(model).__module__, type(model).__name__)
-    with torch.no_grad():
-        logits = model.eval()(torch.load(folder + "/ids.pt")).logits
-    torch.save(logits, folder + "/logits.pt")
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder, **{options})
+assert type(model).__module__ == "twell.models.llama", type(model)
+ids = torch.arange(9)[None]
+assert torch.equal(model.eval()(ids).logits, torch.load(folder + "/logits.pt"))
 """
-AUTO, CONSENT = "AutoModelForCausalLM.from_pretrained(folder{})", ", trust_remote_code=True"
-OURS = "twell.models.llama SparseLlamaForCausalLM"
 
 
-def run(*folders, first="", then="", loads=None):
-    code = PROGRAM.format(first=first, then=then, loads=loads or AUTO.format(""))
-    environment = {"HF_MODULES_CACHE": str(folders[0] / "modules"), "PYTHONPATH": str(ROOT)}
+def run(folder, before="", after="", **options):
+    """Load the folder in a process of its own; return its exit status and errors."""
+    code = PROGRAM.format(before=before, after=after, options=options)
+    environment = {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": str(results.root())}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
-    options = {"env": environment, "capture_output": True, "text": True, "input": ""}
-    return subprocess.run([sys.executable, "-c", code, *map(str, folders)], **options)
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, input="")
+    return done.returncode, done.stderr
 
 
-def save(folder, *, fp8=False, **changes):
-    """Write a model in bf16 to a folder, and return its logits."""
-    model = in_bf16(make(**changes))
-    if fp8:
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True])
+def test_code_of_a_folder_runs_with_consent_and_is_not_needed_with_twell(tmp_path, quantized):
+    model = in_bf16(make(gated_mlp=quantized))
+    if quantized:
         twell.quantize_(model)
-    model.save_pretrained(folder)
-    ids = tokens(2, 9)
-    torch.save(ids, folder / "ids.pt")
-    with torch.no_grad():
-        return model(ids).logits
-
-
-@pytest.fixture
-def folders(tmp_path):
-    """Folders with a gated, a non-gated and a quantised model, each with its logits."""
-    kinds = {
-        "gated": {},
-        "non-gated": {"gated_mlp": False},
-        "fp8": {"fp8": True, "mlp_bias": True},
-    }
-    return {tmp_path / name: save(tmp_path / name, **changes) for name, changes in kinds.items()}
-
-
-PROGRAMS = [{"first": "import twell"}, {"then": "import twell"}, {"loads": AUTO.format(CONSENT)}]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_folders_load_sparse(folders, program):
-    for folder in folders:  # with twell imported the folder's own code is not needed
-        if "import twell" in program.values():
-            (folder / "modeling_twell.py").write_text("raise RuntimeError('this ran')")
-    done = run(*folders, **program)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [OURS] * len(folders)
-    for folder, logits in folders.items():
-        assert torch.equal(torch.load(folder / "logits.pt"), logits), folder
-
-
-@pytest.mark.slow
-def test_no_code_runs_without_consent_and_a_missing_twell_is_named(tmp_path):
-    save(tmp_path)
-    code = tmp_path / "modeling_twell.py"
-    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n" + code.read_text())
-    done = run(tmp_path)
-    assert "trust_remote_code=True" in done.stderr and not (tmp_path / "ran").exists()
-    done = run(tmp_path, first=NO_TWELL, loads=AUTO.format(CONSENT))
-    assert (tmp_path / "ran").exists()
-    assert "the package twell, which cannot be imported here" in done.stderr
+    model.save_pretrained(tmp_path)
+    torch.save(model(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
+    code, ran = tmp_path / "modeling_twell.py", tmp_path / "ran"
+    code.write_text(f"open({str(ran)!r}, 'w')\n" + code.read_text())
+    assert "trust_remote_code=True" in run(tmp_path)[1]
+    for words in ({"before": "import twell"}, {"after": "import twell"}):
+        assert run(tmp_path, **words)[0] == 0
+    assert not ran.exists()
+    assert run(tmp_path, trust_remote_code=True)[0] == 0 and ran.exists()
+    error = run(tmp_path, NO_TWELL, trust_remote_code=True)[1]
+    assert "the package twell, which cannot be imported here" in error

@@ -11,7 +11,6 @@ from tokenizers import AddedToken
 from study import analysis
 from tests.factories import SEED, tokenizers
 from twell import corpus, models, results, trace
-from twell.__main__ import main
 from twell.trace import tracing
 
 TABLES = [analysis.per_layer, analysis.by_position, analysis.union_sizes, analysis.tile_overflow]
@@ -216,14 +215,3 @@ def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loade
     assert (table.loc[table["fires"] == 0, ["loss_change", "stderr"]] == 0).all(axis=None)
     assert table["loss_change"].abs().max() > 1e-5
     assert np.isnan(trace.silenced_loss(model, sequences[:1], chosen[:1])["stderr"]).all()
-
-
-def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
-    out = tmp_path / "deep" / "a.npz"
-    command = ["trace", str(tiny_run), "--aggregate", "--out", str(out)]
-    assert main([*command, "--valid", "--tokens", "500"]) == 0
-    printed = capsys.readouterr().out
-    assert "500 tokens, 2 layers" in printed and f"{out.stat().st_size} bytes" in printed
-    counted = trace.Aggregate.load(out)
-    assert counted.num_tokens == 500 and counted.lengths.tolist() == [32] * 15 + [20]
-    assert counted.meta["run"] == "tiny" and counted.meta["l1_coefficient"] == 1e-2

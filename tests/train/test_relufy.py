@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.factories import SEED
 from tests.factories import train as factory
@@ -25,7 +20,7 @@ from twell.config import TrainConfig
 from twell.export import export
 from twell.models import load
 from twell.sparse.training import SparseTraining
-from twell.train import Student, evaluate, fit_down, loop, relufy, relufy_config, train
+from twell.train import Student, fit_down, loop, relufy, relufy_config, train
 from twell.train.build import prepare_layers
 from twell.train.loop import Run
 from twell.train.steer import Steering
@@ -145,11 +140,7 @@ def test_families_keep_their_class_and_settings(config, tmp_path, tiny_text, kin
     assert saved.config.hidden_act == "relu"
     names = set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
     assert set(saved.state_dict()) == names
-    if kind == "llama":
-        loss = series(results.load_run(run)[1], "cross_entropy", "valid").iloc[-1]
-        blocks = given.prepare_text()[2]
-        assert evaluate(saved, blocks)["cross_entropy"] == pytest.approx(loss, rel=0.01)
-    else:
+    if kind != "llama":
         with pytest.raises(ValueError, match=f"threshold is 0.1, and the teacher is a {kind}"):
             config("threshold=0.1", model=folder)
 
