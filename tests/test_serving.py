@@ -14,34 +14,11 @@ import torch
 
 import twell
 from twell import results
+from twell.models import save
 
 MODEL = results.root() / "data" / "checkpoints" / "twell-6m"
 PROMPTS = ["The United States", "My fellow citizens, in the year of", "Peace"] * 2
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A folder of the model, and its greedy text after each prompt, one at a time.
-
-    A neuron that is never active has infinite weights, so dense layers would compute NaN.
-    """
-    folder = tmp_path_factory.mktemp("served")
-    model, tokenizer = twell.load(MODEL, backend="reference", dtype=torch.float32)
-    with torch.no_grad():
-        model.ffns[0].gate_proj.weight[0] = 0
-        model.ffns[0].up_proj.weight[0] = torch.inf
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    texts = []
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
-        new = model.generate(ids, **options)[0, ids.shape[1] :]
-        texts.append(tokenizer.decode(new, skip_special_tokens=True))
-    model.set_ffn_backend("dense")
-    assert model(ids).logits.isnan().any()
-    return folder, texts
 
 
 @contextlib.contextmanager
@@ -81,7 +58,18 @@ def answered(address, folder, prompt):
 
 
 @pytest.mark.slow
-def test_requests_over_http_are_answered_together(served, tmp_path):
-    folder, texts = served
+def test_requests_over_http_are_answered_together(tmp_path):
+    """A neuron that is never active has infinite weights: dense layers would compute NaN."""
+    folder, texts = tmp_path / "model", []
+    model, tokenizer = twell.load(MODEL, backend="reference", dtype=torch.float32)
+    with torch.no_grad():
+        model.ffns[0].gate_proj.weight[0] = 0
+        model.ffns[0].up_proj.weight[0] = torch.inf
+    save(model, tokenizer, folder)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+        new = model.generate(ids, **options)[0, ids.shape[1] :]
+        texts.append(tokenizer.decode(new, skip_special_tokens=True))
     with server(folder, tmp_path / "log") as address, ThreadPoolExecutor(len(PROMPTS)) as clients:
         assert list(clients.map(lambda prompt: answered(address, folder, prompt), PROMPTS)) == texts

@@ -78,27 +78,6 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
     assert hub["tasks"]["arc_easy"]["data"] == "hub: allenai/ai2_arc ARC-Easy"
 
 
-def test_examples_come_before_items_and_samples_are_written_beside(
-    both_sources, tiny_run, tmp_path, random
-):
-    folder, out = both_sources(random), tmp_path / "eval" / "one.json"
-    options = {"data": folder, "limit": 2, "log_samples": True}
-    record = evaluate.run(tiny_run, "arc_easy", num_fewshot=2, **options)
-    assert record["lm_eval"]["n-shot"] == {"arc_easy": 2}
-    results.write_evaluation(out, record)
-    beside = out.with_name("samples_arc_easy_one.jsonl")
-    (written,) = results.load_evaluations(out.parent)
-    assert "samples" not in written["lm_eval"]
-    samples = [json.loads(line) for line in beside.read_text(encoding="utf-8").splitlines()]
-    assert samples == record["lm_eval"]["samples"]["arc_easy"] and len(samples) == 2
-    for sample in samples:
-        context = sample["arguments"]["gen_args_0"]["arg_0"]
-        assert context.endswith(f"\n\nQuestion: {sample['doc']['query']}\nAnswer:")
-        assert context.count("Question: ") >= 3 and sample["acc"] in (0, 1)
-    results.write_evaluation(out, evaluate.run(tiny_run, "arc_easy", data=folder, limit=1))
-    assert not beside.exists()  # it belonged to the evaluation before
-
-
 def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
     table, description = evaluate.rolling(tiny_run, documents=9, characters=10**6)
     assert "held out" in description
@@ -151,7 +130,7 @@ def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, w
 def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(" ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200)))
-    command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference"]
+    command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference", "--log-samples"]
     command += ["--dtype", "bfloat16", "--source", "text.txt"]
     capfd.readouterr()
     assert main(command) == 0
@@ -161,13 +140,12 @@ def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capf
     path = f"build/eval/tiny-{task}-reference-bfloat16-limit-3.json"
     assert all(name in out for name in ("acc_norm", "acc_mutual_info", path))
     (record,) = results.load_evaluations("build/eval")
-    assert record["backend"] == "reference"
+    assert record["backend"] == "reference" and "samples" not in record["lm_eval"]
+    (samples,) = Path("build/eval").glob(f"samples_{task}_*.jsonl")  # beside the record
+    assert len(samples.read_text().splitlines()) == 3
     assert record["lm_eval"]["n-samples"][task]["effective"] == 3
     assert analysis.evaluations([record])["chance"].tolist() == [0.25] * 3
     assert main(command) == 2 and "already holds an evaluation" in capfd.readouterr().err
-
-
-# --- log-likelihoods
 
 
 CPU = torch.device("cpu")
@@ -223,14 +201,13 @@ def test_greedy_means_every_token_of_every_part(tiny_run):
         return ids
 
     first = tokenizer("ba de").input_ids
-    short, size = likely(first, 5, 0)[len(first) :], len(first)
+    short = likely(first, 5, 0)[len(first) :]
     other = [(short[0] + 1) % 320, *short[1:]], [*short[:-1], (short[-1] + 1) % 320]
-    # A part of 32 tokens, and one of 8 that is likely after as much as fits.
-    parts = likely([*first, *range(100, 132)], 8, size + 40 - 33)
-    requests = [(None, first, continuation) for continuation in (short, *other, parts[size:])]
-    requests.append((None, parts[:-8], parts[-8:]))
+    # Parts of 32 and 8 tokens. The second is likely after as much as fits.
+    parts = likely([*first, *range(100, 132)], 8, len(first) + 40 - 33)[len(first) :]
+    requests = [(None, first, continuation) for continuation in (short, *other, parts)]
     answers = lm._loglikelihood_tokens(requests, override_bs=1)
-    assert [greedy for _, greedy in answers] == [True, False, False, False, True]
+    assert [greedy for _, greedy in answers] == [True, False, False, False]
 
 
 def test_the_original_of_a_relufied_model(tiny_text, tmp_path):

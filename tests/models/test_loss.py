@@ -149,7 +149,7 @@ def test_what_a_block_holds():
         model(input_ids=first)
     assert len(terms.terms) == 2
     assert_close(output.l1, torch.stack([l1.mean() for _, l1 in terms.terms]).mean())
-    with collect_l1(model) as terms:
+    with terms:
         pass
     with pytest.raises(RuntimeError, match="no SparseFFN layer ran"):
         terms.mean()
@@ -296,9 +296,6 @@ def test_an_unreadable_mask_is_refused_where_padding_counts(mask):
         model.train(bool(training)).recording = bool(recording)
         with pytest.raises(ValueError, match=f"attention_mask is .*{names}"):
             model(input_ids=x, attention_mask=mask, labels=labels)
-
-
-# --- transformers' Trainer
 
 
 LABEL_SMOOTHING = 0.1

@@ -102,9 +102,6 @@ def test_other_ways_to_load_are_refused(saved, tmp_path):
         twell.load(folder, dtype=torch.float32)
 
 
-# --- transformers' Auto classes
-
-
 NO_TWELL = "sys.modules['twell'] = None"  # importing it raises ImportError
 PROGRAM = """
 import sys
@@ -112,6 +109,7 @@ import sys
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 {after}
 import torch
+torch.set_grad_enabled(False)
 folder = sys.argv[1]
 model = AutoModelForCausalLM.from_pretrained(folder, **{options})
 assert type(model).__module__ == "twell.models.llama", type(model)
@@ -132,6 +130,7 @@ def run(folder, before="", after="", **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
+@torch.no_grad()
 def test_code_of_a_folder_runs_with_consent_and_is_not_needed_with_twell(tmp_path, quantized):
     model = in_bf16(make(gated_mlp=quantized))
     if quantized:

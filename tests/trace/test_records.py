@@ -78,7 +78,6 @@ def test_layers_parts_and_the_table_of_a_trace(records):
     table = trace.to_frame()
     counts = table.pivot(index="layer", columns="token", values="active")
     assert np.array_equal(counts, trace.counts())
-    assert np.array_equal(table["logprob"], np.repeat(trace.logprob, 2), equal_nan=True)
     assert table["text"].tolist() == np.repeat(trace.strings, 2).tolist()
     with pytest.raises(ValueError, match="tokens 4 to 593 are no part of a trace of 592"):
         trace.part(4, 593)
@@ -136,9 +135,6 @@ def test_sizes_that_do_not_fit_are_refused(records, kind, change, words):
     record = records[kind]
     with pytest.raises(ValueError, match=words):
         type(record)(**vars(record) | change)
-
-
-# --- what an aggregate counts of values, and its places
 
 
 SOME = [(0, DEAD), (0, OFTEN), (0, factory.AT_MOST_ONCE), (0, 31), (0, 256), (1, OFTEN), (1, 599)]

@@ -1,6 +1,5 @@
 """A run that stopped at any moment goes on exactly as if it had not, or says what is damaged."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -121,19 +120,6 @@ def test_a_kill_after_the_last_file_leaves_nothing_behind(stopped, expected, mon
     assert (run / "log.csv").stat().st_mtime_ns == before
 
 
-def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):
-    def press(self, now):
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("still there")
-
-    monkeypatch.setattr(Run, "step", press)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_config, tmp_path / "run", quiet=True)
-    left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"config.yaml", "provenance.json", "valid.npy", "log.csv"}
-
-
 def test_every_changed_bit_is_found(stopped):
     (run, _), draw = stopped, random.Random(SEED)
     path = run / "checkpoint-00000008"
@@ -210,9 +196,6 @@ def test_damaged_records_are_named(stopped, name):
     with pytest.raises(ValueError, match=name):
         resume(config, run)
     assert contents(run) == before
-
-
-# --- starts
 
 
 MINE = [".env", "notes.txt", "model/notes.txt", ".config.yaml.original"]
@@ -298,17 +281,6 @@ def test_one_process_trains_and_another_learns_which(tiny_config, tmp_path):
     with start.hold(tmp_path):
         pass
     assert tmp_path.is_dir()
-
-
-def test_sharded_processes_have_equally_many_forward_passes(tiny_config):
-    for processes, micro, fits in [(3, None, True), (3, 6, True), (3, 5, False), (5, 1, False)]:
-        config = dataclasses.replace(tiny_config, micro_batch=micro)  # 16 sequences
-        start.check_shares(config, processes, sharded=False)
-        refused = pytest.raises(ValueError, match=f"micro_batch {micro}")
-        with contextlib.nullcontext() if fits else refused:
-            start.check_shares(config, processes, sharded=True)
-    with pytest.raises(ValueError, match="17 processes"):
-        start.check_shares(config, 17, sharded=False)
 
 
 def test_a_run_that_was_killed_at_its_start_begins_again(short, tmp_path):

@@ -158,9 +158,6 @@ def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
     np.testing.assert_allclose(theirs, series(ours, "loss"), rtol=2e-3)
 
 
-# --- dead neurons
-
-
 @pytest.fixture
 def model(request, tiny_config):
     torch.manual_seed(SEED)
@@ -225,9 +222,6 @@ def test_balance_gives_columns_one_length_and_leaves_the_outputs(model):
         lengths = ffn.down_proj.weight.norm(dim=0)
         expected = torch.full_like(lengths, 0.02 * 32**0.5).index_fill(0, torch.tensor(5), 0.0)
         torch.testing.assert_close(lengths, expected, rtol=1e-9, atol=0)
-
-
-# --- compiled, recomputed, in micro-batches or in two processes
 
 
 def compare(config, tmp_path, changes, rtol):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.factories import SEED
 from tests.factories import train as factory
@@ -164,19 +164,6 @@ def test_a_threshold_is_part_of_the_model(config, tmp_path):
     assert contents(run) == before
 
 
-def test_the_tokenizer_stays_the_teachers_own(config, teacher, tmp_path):
-    """Another model with the same tokenizer.json came before; its text is in the cache."""
-    other = shutil.copytree(teacher, tmp_path / "other")
-    tokenizer = AutoTokenizer.from_pretrained(other)
-    tokenizer.eos_token, tokenizer.chat_template = "a", "{{ messages }}"
-    tokenizer.save_pretrained(other)
-    texts = [config(model=model).prepare_text()[1].tokens.tolist() for model in (teacher, other)]
-    assert texts[0] != texts[1]
-    run = train(config("tokens=1024", model=other), tmp_path / "run", quiet=True)
-    loaded = AutoTokenizer.from_pretrained(run / "model")
-    assert loaded.eos_token == "a" and loaded.chat_template == tokenizer.chat_template
-
-
 def test_a_student_has_no_dropout(config, tiny_text, tmp_path):
     """It would act in the student alone, and make the teacher's prediction unreachable."""
     folder = write_pretrained(tmp_path / "model", tiny_text, "qwen2", attention_dropout=0.5)
@@ -254,9 +241,6 @@ def test_two_processes_give_the_losses_of_one(config, tmp_path, kind):
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)
 
 
-# --- down projections that are fitted to the original before training
-
-
 def student_of(config):
     return Student.of(config, torch.device("cpu")).eval()
 
@@ -328,9 +312,6 @@ def test_a_run_begins_with_it_and_does_not_repeat_it(config, tmp_path, monkeypat
     monkeypatch.setattr(loop, "fit_down", None)  # from the checkpoint it goes on without
     resumed = train(given, tmp_path / "stopped", resume=True, quiet=True)
     assert differences(resumed, whole) == []
-
-
-# --- activity that is brought to the wanted share
 
 
 def steering(*fields):
