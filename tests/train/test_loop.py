@@ -244,7 +244,7 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch
         return plain(forward, *args, **kwargs)
 
     monkeypatch.setattr(build, "checkpoint", counted)
-    # Inductor takes a minute. `test_compiled_by_inductor` has it.
+    # Inductor takes a minute. tests/gpu has it.
     compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)
     with torch._dynamo.config.patch(optimize_ddp=True):  # put back
