@@ -39,7 +39,8 @@ def test_validation_traces_have_the_counts_and_the_loss_that_training_logged(tin
     assert -np.nanmean(traced.logprob) == loss
     assert np.isnan(traced.logprob).sum() == len(np.unique(traced.sequence)) == 16
     assert traced.meta["commit"] and traced.meta["l1_coefficient"] == 1e-2
-    assert trace.aggregate_run(tiny_run, tokens=512).cross_entropy == loss
+    counted = trace.aggregate_run(tiny_run, tokens=512)
+    assert counted.cross_entropy == loss and counted.meta["run"] == "tiny"
 
 
 def layers_of(model, sequence):
