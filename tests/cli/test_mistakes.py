@@ -137,5 +137,5 @@ def test_a_full_disk_is_named(place, capsys, monkeypatch):
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.delitem(sys.modules, "twell.evaluate", raising=False)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'twell\[evaluate\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"datasets: pip install 'twell\[evaluate\]'"):
         importlib.import_module("twell.evaluate")
