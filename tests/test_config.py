@@ -17,8 +17,7 @@ def test_configurations_load(tmp_path):
     (tmp_path / "child.yaml").write_text(f"base: {CONFIGS / 'quick.yaml'}\nseed: 9\n")
     expected = dataclasses.replace(TrainConfig.load("quick"), seed=9)
     assert TrainConfig.load(tmp_path / "child.yaml") == expected
-    config = TrainConfig.load("quick", ["micro_batch=1", "max_grad_norm=.inf"])
-    assert config.max_grad_norm == math.inf  # no clipping
+    assert TrainConfig.load("quick", ["max_grad_norm=.inf"]).max_grad_norm == math.inf
 
 
 def test_every_configuration_that_is_kept_still_loads():
@@ -49,13 +48,10 @@ def test_the_paper_configuration_is_table_2():
 # Overrides, and what the error names.
 MISTAKES = r"""
 l1_coeficient=1 | 'l1_coeficient'; .*l1_coefficient
-seed=1 seed=2 | seed=2
 nonsense | 'nonsense'
-seed=2001-13-01 | seed=2001-13-01
 l1_coefficient=-1 | l1_coefficient is -1.0
 l1_coefficient=[1e-3,0.2] | l1_coefficient is \['1e-3', 0\.2\]
 tokens=many | tokens is 'many'
-seed=4294967296 | seed is 4294967296
 gated=3 | gated is 3
 reinit=1.5 | reinit is 1.5
 rope_theta=.nan | rope_theta is nan
@@ -65,7 +61,6 @@ balance_every=5 gated=false activation=silu | balance_every is 5; .* silu
 active_share=0.1 l1_coefficient=0 | active_share is 0.1, and l1_coefficient 0
 active_share=0.5 l1_coefficient=0 threshold=1 | active_share is 0.5
 active_share=0.1 l1_coefficient=0 threshold=1 compile=true backend=auto | 'auto'
-active_share=0.1 l1_coefficient=1 l1_stage_steps=15 | l1_stage_steps 15 .* log_every 10
 sampled_share=0.5 | sampled_share is 0.5
 source=hf:a valid_source=b | valid_source is b
 batch_tokens=1000 | batch_tokens 1000 .* context 128
@@ -83,35 +78,8 @@ def test_mistakes_are_named(line):
         TrainConfig.load("quick", overrides.split())
 
 
-FILES = [
-    ("base: {folder}/a.yaml", ValueError),
-    ("1: 2", ValueError),
-    ("seed: [", ValueError),
-    (None, FileNotFoundError),
-]
-
-
-@pytest.mark.parametrize(("text", "error"), FILES)
-def test_mistakes_of_a_file_are_named(tmp_path, text, error):
-    if text is not None:
-        (tmp_path / "a.yaml").write_text(text.format(folder=tmp_path))
-    with pytest.raises(error, match=r"a\.yaml|field 1"):
+@pytest.mark.parametrize("text", ["base: {folder}/a.yaml", "1: 2", "[1, 2]", "seed: ["])
+def test_mistakes_of_a_file_are_named(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(text.format(folder=tmp_path))
+    with pytest.raises(ValueError, match=r"a\.yaml|field 1"):
         TrainConfig.load(tmp_path / "a.yaml")
-
-
-REMARKS = [
-    ({"warmup_steps": 15, "l1_warmup_steps": 16, "reinit": 0.1, "balance_every": 16}, []),
-    ({"warmup_steps": 16}, ["warmup_steps 16"]),
-    ({"l1_zero_steps": 6, "l1_warmup_steps": 20}, ["l1_warmup_steps 20"]),
-    ({"reinit": 0.1, "dead_window_tokens": 2**20}, ["reinit 0.1"]),
-    ({"balance_every": 17}, ["balance_every 17"]),
-    ({"active_share": 0.1, "l1_zero_steps": 15, "l1_stage_steps": 4}, ["active_share 0.1"]),
-    ({"active_share": 0.1, "l1_zero_steps": 3, "l1_stage_steps": 4}, []),
-]
-
-
-@pytest.mark.parametrize(("changes", "named"), REMARKS)
-def test_a_schedule_that_never_acts_is_said(tiny_config, changes, named):
-    remarks = dataclasses.replace(tiny_config, **changes).remarks()
-    assert len(remarks) == len(named)
-    assert all(name in remark for name, remark in zip(named, remarks, strict=True))

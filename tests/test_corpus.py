@@ -12,7 +12,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
 
 from tests.factories import SEED, tokenizers
 from twell import corpus, trace
@@ -66,24 +65,18 @@ def test_every_kind_of_source_gives_its_documents(tmp_path):
     assert list(corpus.documents(str(tmp_path / "a.jsonl"))) == a
     with pytest.warns(UserWarning, match=r"\._a\.txt, e\.txt, f\.txt, g\.txt$"):
         assert list(corpus.documents(str(tmp_path))) == [*a, *b, *c, *d]
-    assert list(corpus.documents(str(tmp_path / ".hidden"))) == c  # as it was asked for
     sotu = list(corpus.documents("sotu"))
     assert len(sotu) > 200 and sum(map(len, sotu)) > 10_000_000
 
 
-def parquet(**columns):
-    return lambda path: write_parquet(path, **columns)
-
-
-REFUSED = [  # file, contents or a function that writes it, what the error names
+REFUSED = [  # file, contents or columns, what the error names
     ("latin.txt", b"caf\xe9", "latin.txt"),
     ("bad.jsonl", b'{"text": "fine"}\n{"txt": "no"}\n', "bad.jsonl, line 2"),
-    ("cut.jsonl", b'\n\n{"text": ""', "cut.jsonl, line 3"),
     ("lone.jsonl", b'{"text": "a\\ud800"}', r"lone.jsonl, line 1 .*\\ud800"),
     ("x.csv", b"a,b", "x.csv"),
     ("cut.jsonl.xz", lzma.compress(b'{"text": "a"}\n' * 500)[:-20], "cut.jsonl.xz"),
-    ("columns.parquet", parquet(id=range(70)), "columns.parquet"),
-    ("none.parquet", parquet(text=["fine", None]), "none.parquet, row 1"),
+    ("columns.parquet", {"id": range(70)}, "columns.parquet"),
+    ("none.parquet", {"text": ["fine", None]}, "none.parquet, row 1"),
     ("empty.jsonl", b"", "train part of .*empty.jsonl"),
 ]
 
@@ -91,19 +84,17 @@ REFUSED = [  # file, contents or a function that writes it, what the error names
 @pytest.mark.parametrize(("name", "data", "words"), REFUSED, ids=[name for name, *_ in REFUSED])
 def test_a_source_that_cannot_be_read_is_named(tmp_path, name, data, words):
     path = tmp_path / name
-    path.write_bytes(data) if isinstance(data, bytes) else data(path)
+    path.write_bytes(data) if isinstance(data, bytes) else write_parquet(path, **data)
     with pytest.raises(ValueError, match=words):
         corpus.prepare(str(path), vocab_size=300, cache=tmp_path / "cache")
     assert not list((tmp_path / "cache").glob("*"))
 
 
 def test_of_few_documents_the_ends_are_held_out(tmp_path):
-    names = "a.txt", "b.txt"
-    every = ["".join(texts(200, SEED + number)) for number in range(len(names))]
-    for name, text in zip(names, every, strict=True):
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    every = ["".join(texts(200, SEED + number)) for number in range(2)]
+    write_jsonl(tmp_path / "a.jsonl", every)
     parts = list(corpus.split(str(tmp_path)))
-    assert [part for part, _ in parts] == len(names) * ["train", "valid"]
+    assert [part for part, _ in parts] == 2 * ["train", "valid"]
     for text, (_, kept), (_, held_out) in zip(every, parts[::2], parts[1::2], strict=True):
         assert kept + held_out == text and kept[-1].isspace()
         assert 0.05 <= len(held_out) / len(text) < 0.06
@@ -115,8 +106,6 @@ def test_a_text_that_spells_a_special_token_is_text(kind):
     spelled = f"the cat{end} sat. {end}"
     ids = trace.encode(tokenizer, spelled)
     assert tokenizer.eos_token_id not in ids and corpus.encode(tokenizer, spelled) == ids
-    if "<unk>" not in (strings := trace.token_strings(tokenizer, ids)) and kind.__name__ != "words":
-        assert "".join(strings).replace(" ", "") == spelled.replace(" ", "")
     if kind.__name__ != "words":  # which has the word "cat<end>" only
         parsed = corpus.encode(tokenizer, spelled, parse_special=True)
         assert parsed.count(tokenizer.eos_token_id) == 2
@@ -128,17 +117,15 @@ def test_documents_are_parsed_only_where_they_are_asked_to_be(source, tmp_path):
     documents[3] += corpus.END_OF_TEXT + "more"
     write_jsonl(source, documents)
     options = {"vocab_size": 300, "cache": tmp_path / "cache"}
-    kept = [text for number, text in enumerate(documents, 1) if number % 20]
-    for more, given in ((0, {}), (1, {"parse_special": True})):
-        made = corpus.prepare(source, **options, **given)
-        assert made.tokenizer.decode(made.train) == joined(kept)
-        assert (made.train == made.tokenizer.eos_token_id).sum() == len(kept) + more
-    fields, run = [f"source={source}"], tmp_path / "run"
-    run.mkdir()
-    (run / "config.yaml").write_text("base: quick")
-    assert not TrainConfig.load(run / "config.yaml", fields).parse_special
-    (run / "provenance.json").write_text("{}")
-    assert TrainConfig.load(run / "config.yaml", fields).parse_special
+    ends = []
+    for parse_special in (False, True):
+        made = corpus.prepare(source, parse_special=parse_special, **options)
+        ends.append((made.train == made.tokenizer.eos_token_id).sum())
+    assert ends == [57, 58]
+    (tmp_path / "config.yaml").write_text("base: quick")
+    assert not TrainConfig.load(tmp_path / "config.yaml").parse_special
+    (tmp_path / "provenance.json").write_text("{}")
+    assert TrainConfig.load(tmp_path / "config.yaml").parse_special
 
 
 def test_a_tokenizer_gives_any_text_back_or_is_refused(tmp_path):
@@ -148,22 +135,18 @@ def test_a_tokenizer_gives_any_text_back_or_is_refused(tmp_path):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
     with pytest.raises(ValueError, match="vocab_size is 200"):
         corpus.train_tokenizer(texts(2), 200)
+    # A loaded tokenizer neither cuts nor pads.
+    expected = corpus.encode(tokenizer, texts(1)[0])
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding(length=400, pad_token=tokenizer.eos_token)
     tokenizer.save_pretrained(tmp_path / "good")
+    loaded = corpus.load_tokenizer(str(tmp_path / "good"), 300)
+    assert corpus.encode(loaded, texts(1)[0]) == expected
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "endless")
     for name, size in (("good", 299), ("endless", 300), ("nothing", 300)):
         with pytest.raises(ValueError, match=name):
             corpus.load_tokenizer(str(tmp_path / name), size)
-
-
-def test_a_loaded_tokenizer_neither_cuts_nor_pads(tmp_path):
-    tokenizer = corpus.train_tokenizer(texts(50), 300)
-    expected = corpus.encode(tokenizer, texts(1)[0])
-    tokenizer.backend_tokenizer.enable_truncation(2)
-    tokenizer.backend_tokenizer.enable_padding(length=400, pad_token=tokenizer.eos_token)
-    tokenizer.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer.truncation
-    assert corpus.encode(corpus.load_tokenizer(str(tmp_path), 300), texts(1)[0]) == expected
 
 
 def test_prepared_tokens_are_the_documents_in_order(source, tmp_path, monkeypatch):
@@ -177,6 +160,13 @@ def test_prepared_tokens_are_the_documents_in_order(source, tmp_path, monkeypatc
     before = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")}
     assert np.array_equal(corpus.prepare(source, **options).train, text.train)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")} == before
+    for name in ("train.npy", "tokenizer.json"):
+        (file,) = (tmp_path / "cache").glob(f"*/{name}")
+        whole = file.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=name):
+            corpus.prepare(source, **options)
+        file.write_bytes(whole)
     write_jsonl(source, texts(40))  # other contents under the same name are no hit
     assert not np.array_equal(corpus.prepare(source, **options).train, text.train)
 
@@ -192,11 +182,6 @@ def test_separate_validation_text_and_given_tokenizer(source, tmp_path):
         assert len(text.tokenizer) == size and text.train.dtype == np.uint32
         assert text.tokenizer.decode(text.valid) == joined(valid)
         assert text.tokenizer.decode(text.train) == joined(texts(61))
-    # A file beside tokenizer.json may change its rules.
-    file = tokenizer / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": ["the"]}))
-    special = corpus.prepare(source, vocab_size=70000, parse_special=True, **options)
-    assert 300 in special.train and 300 not in text.train
 
 
 def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
@@ -204,9 +189,8 @@ def test_a_cache_that_cannot_be_written_is_named(source, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(np, "save", full)
-    for place in ("/proc/none", tmp_path):
-        with pytest.raises(OSError, match=rf"{place}/cache/\w+ .*TWELL_CACHE"):
-            corpus.prepare(source, vocab_size=300, cache=f"{place}/cache")
+    with pytest.raises(OSError, match=rf"{tmp_path}/cache/\w+ .*TWELL_CACHE"):
+        corpus.prepare(source, vocab_size=300, cache=tmp_path / "cache")
     assert not any((tmp_path / "cache").iterdir())
     monkeypatch.delenv("TWELL_CACHE", raising=False)
     monkeypatch.setenv("HOME", "/proc/none")
@@ -223,8 +207,7 @@ def test_blocks_are_a_permutation_of_the_text_in_every_epoch():
         assert drawn.dtype == torch.int64
         assert torch.equal(drawn.flatten().sort().values, torch.arange(990))
     assert not torch.equal(epochs[0], epochs[1]) and not torch.equal(epochs[1], epochs[2])
-    # Any number at any time: there is no hidden position.
-    numbers = np.random.default_rng(SEED).integers(0, 99, 20)
+    numbers = [98, 3, 40, 3]  # in any order
     assert torch.equal(corpus.Blocks(tokens, 30, seed=5).draw(numbers), torch.cat(epochs)[numbers])
     assert torch.equal(corpus.Blocks(tokens, 30).draw([0, 1]).flatten(), torch.arange(60))
     assert not torch.equal(corpus.Blocks(tokens, 30, seed=6).draw(range(33)), epochs[0])
@@ -262,17 +245,16 @@ def test_a_stream_holds_out_its_first_documents_and_repeats(streamed):
     assert len(drawn) > 2 * len(training) and drawn == (training * 3)[: len(drawn)]
 
 
-@pytest.mark.parametrize("sizes", [(1, 7, 40, 300, 5), (1, 1, 1, 1, 50)])
-def test_a_stream_resumes_again_and_again(streamed, sizes):
+def test_a_stream_resumes_again_and_again(streamed):
     """Past its end, too, and where it drew tokens that it had read before its last resume."""
     stream, _ = streamed
     whole, blocks = stream(), stream()
-    for size in sizes:
+    for size in (1, 1, 1, 7, 40, 300, 5):
         assert torch.equal(blocks.draw(range(size)), whole.draw(range(size)))
         state = json.loads(json.dumps(blocks.state()))
         blocks = stream()
         blocks.restore(state)
-    assert torch.equal(blocks.draw(range(900)), whole.draw(range(900)))
+    assert torch.equal(blocks.draw(range(90)), whole.draw(range(90)))
 
 
 def test_processes_share_a_stream_without_overlap(streamed):
@@ -305,19 +287,10 @@ def test_a_stream_that_cannot_be_read_is_named(streamed, tmp_path, monkeypatch):
         TrainConfig.load("quick", ["source=hf:no/such"]).prepare_text()
 
 
-def test_last_words_stand_before_their_sentence():
-    text = (
-        "The harbour was quiet. " + "word " * 30 + "so we walked down to the harbour. " + "a " * 90
-    )
-    (item,) = corpus.last_words([text], 5, 25)
-    assert item["choices"] == ["harbour"] and item["query"].endswith("down to the")
-    assert corpus.last_words([text.replace("The harbour", "The port")], 5, 25) == []
-
-
 def test_text_begins_as_the_tokenizer_begins_it(source, tmp_path):
     """Llama 2 and Mistral have seen a begin-of-text token before every document."""
     plain = corpus.train_tokenizer(texts(20), 300)
-    begun, ended = copy.deepcopy(plain), copy.deepcopy(plain)
+    begun = copy.deepcopy(plain)
     begun.add_special_tokens({"bos_token": "<s>"})
     template = {"single": "<s> $A", "special_tokens": [("<s>", begun.bos_token_id)]}
     begun.backend_tokenizer.post_processor = TemplateProcessing(**template)
@@ -326,11 +299,5 @@ def test_text_begins_as_the_tokenizer_begins_it(source, tmp_path):
     made = corpus.prepare(source, cache=tmp_path / "cache", **fields)
     expected = [begun.bos_token_id, *plain("a", add_special_tokens=False).input_ids]
     assert corpus.encode(made.tokenizer, "a") == trace.encode(made.tokenizer, "a") == expected
-    documents = [text for part, text in corpus.split(source) if part == "train"]
+    documents = [text for number, text in enumerate(texts(61), 1) if number % 20]
     assert begun.decode(made.train) == "".join(f"<s>{text}<|endoftext|>" for text in documents)
-    # A token after the text is no beginning.
-    end = (ended.eos_token, ended.eos_token_id)
-    ended.bos_token = ended.eos_token
-    template = {"single": f"$A {end[0]}", "special_tokens": [end]}
-    ended.backend_tokenizer.post_processor = TemplateProcessing(**template)
-    assert corpus.beginning(ended) == []

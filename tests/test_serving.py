@@ -14,40 +14,11 @@ import torch
 
 import twell
 from twell import results
+from twell.models import save
 
 MODEL = results.root() / "data" / "checkpoints" / "twell-6m"
-PROMPTS = [
-    "The United States",
-    "My fellow citizens, in the year of",
-    "To the Congress:",
-    "Peace",
-] * 2
-SMALL = {"num_blocks": 16, "max_batch_tokens": 256}  # the defaults fill the memory
+PROMPTS = ["The United States", "My fellow citizens, in the year of", "Peace"] * 2
 TOKENS = 12
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A folder of the model, and its greedy text after each prompt, one at a time.
-
-    A neuron that is never active has infinite weights, so dense layers would compute NaN.
-    """
-    folder = tmp_path_factory.mktemp("served")
-    model, tokenizer = twell.load(MODEL, backend="reference", dtype=torch.float32)
-    with torch.no_grad():
-        model.ffns[0].gate_proj.weight[0] = 0
-        model.ffns[0].up_proj.weight[0] = torch.inf
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    texts = []
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
-        new = model.generate(ids, **options)[0, ids.shape[1] :]
-        texts.append(tokenizer.decode(new, skip_special_tokens=True))
-    model.set_ffn_backend("dense")
-    assert model(ids).logits.isnan().any()
-    return folder, texts
 
 
 @contextlib.contextmanager
@@ -58,7 +29,7 @@ def server(folder, log):
         port = free.getsockname()[1]
     options = f"--trust-remote-code --continuous-batching --device cpu --port {port}"
     options += " --host 127.0.0.1 --attn-implementation sdpa"
-    options += "".join(f" --cb-{name.replace('_', '-')} {size}" for name, size in SMALL.items())
+    options += " --cb-num-blocks 16 --cb-max-batch-tokens 256"  # the defaults fill the memory
     code = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", code, "serve", str(folder), *options.split()]
     with (
@@ -77,20 +48,28 @@ def server(folder, log):
             process.terminate()
 
 
-def streamed(address, folder, prompt):
-    """The pieces of text that the server sends for a prompt."""
+def answered(address, folder, prompt):
+    """The server's text after a prompt."""
     body = {"model": str(folder), "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
-    data = json.dumps(body | {"stream": True}).encode()
-    request = urllib.request.Request(address, data, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(address, json.dumps(body).encode(), headers)
     with urllib.request.urlopen(request, timeout=120) as answer:
-        lines = [line.decode().removeprefix("data: ") for line in answer if line.strip()]
-    return [json.loads(line)["choices"][0]["text"] for line in lines if line[0] == "{"]
+        return json.load(answer)["choices"][0]["text"]
 
 
 @pytest.mark.slow
-def test_requests_over_http_are_streamed_together(served, tmp_path):
-    folder, texts = served
+def test_requests_over_http_are_answered_together(tmp_path):
+    """A neuron that is never active has infinite weights: dense layers would compute NaN."""
+    folder, texts = tmp_path / "model", []
+    model, tokenizer = twell.load(MODEL, backend="reference", dtype=torch.float32)
+    with torch.no_grad():
+        model.ffns[0].gate_proj.weight[0] = 0
+        model.ffns[0].up_proj.weight[0] = torch.inf
+    save(model, tokenizer, folder)
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
+        new = model.generate(ids, **options)[0, ids.shape[1] :]
+        texts.append(tokenizer.decode(new, skip_special_tokens=True))
     with server(folder, tmp_path / "log") as address, ThreadPoolExecutor(len(PROMPTS)) as clients:
-        answers = list(clients.map(lambda prompt: streamed(address, folder, prompt), PROMPTS))
-    assert ["".join(pieces) for pieces in answers] == texts
-    assert min(map(len, answers)) > 2
+        assert list(clients.map(lambda prompt: answered(address, folder, prompt), PROMPTS)) == texts

@@ -107,9 +107,6 @@ def assert_same(result, expected):
         assert torch.equal(result[name].cpu(), tensor.cpu()), name
 
 
-# --- masks
-
-
 def square(mask):
     """The mask [B, 1, S, S] of a mask [B, S]: True where a query may attend to a key."""
     size, real = mask.shape[1], mask != 0
@@ -133,8 +130,6 @@ MASKS = {
     "2-D": lambda mask: mask,
 }
 
-
-# --- checkpoints
 
 PAPER_CONFIG = {
     **{"architectures": ["LlamaSparse"], "vocab_size": VOCAB, "hidden_size": 32},

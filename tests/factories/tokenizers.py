@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
 TEXT = "the cat sat on the mat. a a cat's mats, don't you see? tokens <fire> in layers for wört"
 END = "<end>"
-ByteLevel, Metaspace = pre_tokenizers.ByteLevel, pre_tokenizers.Metaspace
+ByteLevel = pre_tokenizers.ByteLevel
 
 
 def _trained(model, trainer, before, decoder, **options):
@@ -44,18 +44,6 @@ def sentencepiece():
     return _wrapped(tokenizer)
 
 
-def unigram():
-    options = {"vocab_size": 60, "unk_token": "<unk>"}
-    trainer = trainers.UnigramTrainer
-    return _trained(models.Unigram(), trainer, Metaspace(), decoders.Metaspace(), **options)
-
-
-def wordpiece():
-    before, decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
-    model = models.WordPiece(unk_token="<unk>")
-    return _trained(model, trainers.WordPieceTrainer, before, decoder, vocab_size=70)
-
-
 def words():
     """Whole words, which no decoder joins."""
     model, before = models.WordLevel(unk_token="<unk>"), pre_tokenizers.WhitespaceSplit()
@@ -88,4 +76,4 @@ class Slow(PreTrainedTokenizer):
         return "".join(tokens)
 
 
-KINDS = [byte_level, sentencepiece, unigram, wordpiece, words, Slow]
+KINDS = [byte_level, sentencepiece, words, Slow]

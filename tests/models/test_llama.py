@@ -1,20 +1,12 @@
 import copy
-import pickle
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from tests.factories.models import (
-    DEVICE,
-    assert_same,
-    calibration,
-    make,
-    needs_triton,
-    step,
-    tokens,
-)
+from tests.factories import models as factory
+from tests.factories.models import DEVICE, assert_same, make, needs_triton, step, tokens
 from twell.models import SparseLlamaForCausalLM, intervene, load, silence
 
 
@@ -36,18 +28,14 @@ def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
         tmp_path / "zero", True, {n: 0 * t for n, t in stock.state_dict().items()}
     )
     assert not any(map(torch.any, load(tmp_path / "zero")[0].parameters()))
-    stored = b"ctwell.model\nSparseLlamaForCausalLM\n."  # a pickle of the former module
-    assert pickle.loads(stored) is SparseLlamaForCausalLM
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"gated_mlp": False},
-        {"hidden_act": "silu"},
-        {"mlp_bias": True},
+        {"hidden_act": "silu", "mlp_bias": True},
         {"hidden_act": "drelu", "activation_threshold": 0.1},  # which transformers does not know
-        {"hidden_act": "relu2", "gated_mlp": False},
     ],
 )
 def test_other_layers_survive_saving(tmp_path, changes):
@@ -61,9 +49,6 @@ def test_other_layers_survive_saving(tmp_path, changes):
     assert again.config.hidden_act == again.ffns[0].activation == changes.get("hidden_act", "relu")
 
 
-# --- backends
-
-
 def test_reference_backend_gives_the_same_text_and_gradients():
     model, x = make().double(), tokens(2, 12)
     _, dense = step(model, input_ids=x, labels=x)
@@ -74,16 +59,11 @@ def test_reference_backend_gives_the_same_text_and_gradients():
     generated = model.generate(x[:, :4], max_new_tokens=12, do_sample=False)
     model.set_ffn_backend("dense")
     assert torch.equal(generated, model.generate(x[:, :4], max_new_tokens=12, do_sample=False))
-    assert generated.shape[1] > 4
-    given = calibration()
+    given = factory.calibration()
     model.set_ffn_backend("auto", given)
     model.set_ffn_backend("dense")
     model.set_ffn_backend("auto")
     assert all(ffn.calibration is given for ffn in model.ffns)
-
-
-def rounding(model, exact, x):
-    return (model(input_ids=x).logits - exact(input_ids=x).logits).square().mean().sqrt()
 
 
 @needs_triton
@@ -93,8 +73,11 @@ def test_triton_is_as_near_to_the_exact_model_as_dense(tmp_path):
     exact, x = copy.deepcopy(model).double(), tokens(9, 16).to(DEVICE)  # by unions
     sparse = load(tmp_path, backend="triton")[0].to(DEVICE)
     with torch.no_grad():
-        error = rounding(model, exact, x)
-        assert rounding(sparse, exact, x) <= 1.5 * error <= 0.02
+        errors = [
+            (one(input_ids=x).logits - exact(input_ids=x).logits).square().mean().sqrt()
+            for one in (sparse, model)
+        ]
+    assert errors[0] <= 1.5 * errors[1] <= 0.02
     sparse.save_pretrained(tmp_path / "again")
     # The saved configuration names the backend.
     again = SparseLlamaForCausalLM.from_pretrained(tmp_path / "again")
@@ -104,11 +87,7 @@ def test_triton_is_as_near_to_the_exact_model_as_dense(tmp_path):
         assert_same(one.state_dict(), model.state_dict())
 
 
-# --- silencing
-
-
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("backend", "gated"), [("dense", False), ("reference", True)])
 def test_silent_neurons_add_nothing_and_blocks_nest(backend, gated):
     model, x = make(gated_mlp=gated, ffn_backend=backend).eval(), tokens(2, 8)
     plain, without = model(input_ids=x).logits, copy.deepcopy(model)
@@ -121,11 +100,9 @@ def test_silent_neurons_add_nothing_and_blocks_nest(backend, gated):
         torch.testing.assert_close(model(input_ids=x).logits, expected)
         with pytest.raises(KeyError), silence(model, 0, [1]):
             raise KeyError
-        with silence(model, [0, 2]), silence(model, 1):
-            nothing = model(input_ids=x).logits
-        with silence(model):
-            assert torch.equal(model(input_ids=x).logits, nothing)
-        torch.testing.assert_close(nothing, without(input_ids=x).logits)
+        for layers in ([0, 1, 2], None):
+            with silence(model, layers):
+                torch.testing.assert_close(model(input_ids=x).logits, without(input_ids=x).logits)
         # The inner blocks restored the outer ones.
         torch.testing.assert_close(model(input_ids=x).logits, expected)
     assert torch.equal(model(input_ids=x).logits, plain) and not torch.allclose(plain, expected)
@@ -141,32 +118,27 @@ def test_silent_neurons_add_nothing_and_blocks_nest(backend, gated):
         assert all(ffn.edit is None and not ffn.silenced for ffn in model.ffns)
 
 
-@pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_scaled_and_set_neurons_and_their_order(backend):
-    model, x = make(ffn_backend=backend).eval(), tokens(2, 8)
+def test_scaled_and_set_neurons_and_their_order():
+    model, x = make(ffn_backend="reference").eval(), tokens(2, 8)
     plain, by_hand = model(input_ids=x).logits, copy.deepcopy(model)
     down = by_hand.ffns[1].down_proj
     changed = torch.ones(84)
-    changed[[3, 7, 9]] = torch.tensor([0.5, -2.0, 3.0])
+    changed[[3, 7, 80, 81]] = torch.tensor([0.5, -2.0, 0, 0])
     # Neuron 80 is set to 0.7 and then doubled; neuron 81 scaled and then set.
     constant = 1.4 * down.weight[:, 80] - 0.3 * down.weight[:, 81]
-    changed[[80, 81]] = 0
     down.weight.data *= changed
     down.register_forward_hook(lambda module, _, y: y + constant)
     with (
         intervene(model, 1, [3, 7], scale=[0.5, -2.0]),
-        intervene(model, 1, 9, scale=3),
-        intervene(model, 1, [81], scale=5.0),
+        intervene(model, 1, 81, scale=5),
         intervene(model, 1, [80, 81], value=[0.7, -0.3]),
         intervene(model, 1, 80, scale=2.0),
     ):
+        with intervene(model, 1, 3, value=9.0):
+            pass  # leaving an inner block brings back the outer one
         result = model(input_ids=x).logits
-        for _ in range(2):  # leaving an inner block brings back the outer one
-            torch.testing.assert_close(model(input_ids=x).logits, result)
-            with intervene(model, 1, 3, value=9.0):
-                assert not torch.allclose(model(input_ids=x).logits, result)
     torch.testing.assert_close(result, by_hand(input_ids=x).logits)
-    assert torch.equal(model(input_ids=x).logits, plain) and not torch.allclose(plain, result)
+    assert torch.equal(model(input_ids=x).logits, plain)
     for options, names in (
         ({}, "None and None"),
         ({"scale": 1, "value": 2}, "1 and 2"),

@@ -4,23 +4,17 @@ import copy
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import DynamicCache, LlamaForCausalLM, StaticCache, Trainer, TrainingArguments
 
-from tests.factories.models import (
-    MASKS,
-    VOCAB,
-    counted,
-    make,
-    replicate,
-    square,
-    step,
-    stock,
-    tokens,
-)
-from twell.models import collect_l1, l1_by_layer, sparsify
+import twell
+from tests.factories import SEED
+from tests.factories import models as factory
+from tests.factories.models import MASKS, counted, make, square, step, stock, tokens
+from twell.models import collect_l1, sparsify
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FP32 = {"rtol": 1e-6, "atol": 0}  # cross-entropy is summed in fp32
@@ -37,7 +31,7 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     with collect_l1(model) as terms:
         output = model(input_ids=x, labels=x, l1_scale=0.5)
     l1 = torch.stack([h.abs().sum(-1) for h in hidden]).mean()
-    logits, targets = output.logits[:, :-1].reshape(-1, VOCAB), x[:, 1:].reshape(-1)
+    logits, targets = output.logits[:, :-1].reshape(-1, factory.VOCAB), x[:, 1:].reshape(-1)
     expected = torch.nn.functional.cross_entropy(logits, targets)
     assert_close(output.l1, l1)
     assert_close(output.l1, terms.mean())
@@ -50,14 +44,13 @@ def test_loss_is_cross_entropy_plus_l1_in_training_alone():
     assert without.loss is None and without.cross_entropy is None and without.l1 is None
 
 
-@pytest.mark.parametrize("way", ["logits", "hidden", "whole compiled"])
+@pytest.mark.parametrize("way", ["logits", "hidden"])
 def test_a_loss_that_is_computed_elsewhere_needs_the_l1_term(way):
     """Also where a library calls the backbone and not the model, as trl does."""
-    model, x = make(num_hidden_layers=1), tokens(2, 8)
-    run = torch.compile(model, backend="eager") if way == "whole compiled" else model
+    model, x = make(), tokens(2, 8)
 
     def loss():
-        output = model.model(input_ids=x) if way == "hidden" else run(input_ids=x)
+        output = (model.model if way == "hidden" else model)(input_ids=x)
         return output[0].square().mean(), output
 
     with pytest.raises(RuntimeError, match="the loss has no L1 term"):
@@ -72,10 +65,6 @@ def test_a_loss_that_is_computed_elsewhere_needs_the_l1_term(way):
     value.backward()
     model.config.l1_coefficient = 0.0
     loss()[0].backward()
-    torch.compiler.reset()
-
-
-# --- micro-batches
 
 
 @pytest.mark.parametrize(
@@ -107,20 +96,10 @@ def test_micro_batches_give_the_value_of_one_big_batch(lengths, parts):
         assert_close(gradients, expected, **EXACT)
 
 
-# --- nothing to average
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(
-    "totals",
-    [
-        {},
-        {"num_items_in_batch": torch.tensor(0), "num_tokens_in_batch": torch.tensor(0)},
-        {"num_items_in_batch": 0, "num_tokens_in_batch": 0},
-    ],
-)
-def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, totals):
-    model = make().train(training)
+@pytest.mark.parametrize("total", [None, torch.tensor(0), 0])
+def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(total):
+    model = make()
+    totals = {"num_items_in_batch": total, "num_tokens_in_batch": total}
     x, mask = tokens(2, 8), torch.zeros(2, 8, dtype=torch.long)
     embeds = model.get_input_embeddings()(x).detach()
     for content in (None, torch.nan, -torch.inf):
@@ -132,9 +111,6 @@ def test_a_batch_of_padding_alone_has_loss_and_gradients_of_zero(training, total
         output, gradients = step(model, **inputs, attention_mask=mask, labels=labels, **totals)
         assert output.loss == output.cross_entropy == output.l1 == 0
         assert not gradients.any()  # NaN counts as another value
-
-
-# --- any model
 
 
 def test_a_sparsified_model_trains_with_the_l1_term():
@@ -156,17 +132,6 @@ def test_a_sparsified_model_trains_with_the_l1_term():
         terms.mean(torch.ones(1, 12))
 
 
-def test_the_former_function_reads_the_last_pass():
-    model, x = sparsify(stock("qwen2")).train(), tokens(2, 12)
-    with pytest.warns(FutureWarning), pytest.raises(RuntimeError, match="in training mode first"):
-        l1_by_layer(model)
-    with collect_l1(model) as terms:
-        model(input_ids=x)
-    model(input_ids=x)
-    with pytest.warns(FutureWarning):
-        assert_close(l1_by_layer(model), terms.by_layer())
-
-
 def test_what_a_block_holds():
     """Every pass inside, of these layers, that ran; and the same for a block around it."""
     model = make().double()
@@ -184,25 +149,10 @@ def test_what_a_block_holds():
         model(input_ids=first)
     assert len(terms.terms) == 2
     assert_close(output.l1, torch.stack([l1.mean() for _, l1 in terms.terms]).mean())
-    with collect_l1(model) as terms:
+    with terms:
         pass
     with pytest.raises(RuntimeError, match="no SparseFFN layer ran"):
         terms.mean()
-
-
-def test_a_layer_in_two_places_counts_in_both():
-    """As the same model with two layers of the same weights."""
-    apart, x, mask = make().double(), tokens(2, 9), torch.ones(2, 9)
-    mask[0, :4] = 0
-    apart.model.layers[2].mlp.load_state_dict(apart.model.layers[0].mlp.state_dict())
-    shared = copy.deepcopy(apart)
-    shared.model.layers[2].mlp = shared.model.layers[0].mlp
-    results = [model(input_ids=x, labels=x, attention_mask=mask) for model in (apart, shared)]
-    assert_close(results[1].l1, results[0].l1)
-    assert_close(results[1].loss, results[0].loss)
-
-
-# --- torch.compile
 
 
 def checkpointed(model):
@@ -250,24 +200,6 @@ def test_compiled_layers_hand_on_the_same(whole, change):
     torch.compiler.reset()
 
 
-def test_passes_in_threads_do_not_mix():
-    """Replicas of nn.DataParallel."""
-    model = make().double().train()
-    ids = [tokens(2, 6 + place % 3) for place in range(8)]
-    expected = [float(model(input_ids=x, labels=x).l1.detach()) for x in ids]
-    stats = [ffn.stats.take() for ffn in model.ffns]
-
-    def job(place):
-        one, x = replicate(model), ids[place]
-        return [float(one(input_ids=x, labels=x).l1.detach()) for _ in range(5)]
-
-    with ThreadPoolExecutor(8) as pool:
-        for place, values in enumerate(pool.map(job, range(8))):
-            assert values == [expected[place]] * 5
-    for before, ffn in zip(stats, model.ffns, strict=True):
-        assert all(torch.equal(5 * a, b) for a, b in zip(before, ffn.stats.take(), strict=True))
-
-
 def test_activation_checkpointing_repeats_but_does_not_recount():
     model, x = make().double(), tokens(3, 10)
     _, expected = step(model, input_ids=x, labels=x)
@@ -289,9 +221,6 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_term():
     model(input_ids=x, labels=x).loss.backward()
 
 
-# --- padding
-
-
 def test_padding_changes_neither_loss_nor_statistics_nor_gradients():
     model, x = make().double(), tokens(2, 8)
     plain, expected = step(model, input_ids=x, labels=x)
@@ -310,7 +239,7 @@ def test_padding_changes_neither_loss_nor_statistics_nor_gradients():
     embeds, results = model.get_input_embeddings()(x).detach(), []
     labels = x.clone()
     labels[:, :3] = -100  # the first token after padding is predicted from padding
-    for content in (0.0, 7.0, torch.nan, torch.inf):
+    for content in (0.0, torch.nan, torch.inf):
         inputs = torch.where(mask[..., None] == 0, content, embeds)
         output, gradients = step(model, inputs_embeds=inputs, attention_mask=mask, labels=labels)
         results.append(torch.cat([output.loss.detach().reshape(1), gradients]))
@@ -319,26 +248,23 @@ def test_padding_changes_neither_loss_nor_statistics_nor_gradients():
 
 
 @pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("training", [True, False])
-def test_every_kind_of_mask_marks_the_padding(kind, training, monkeypatch):
-    model, x, forward = make().double().train(training), tokens(3, 8), LlamaForCausalLM.forward
+def test_every_kind_of_mask_marks_the_padding(kind, monkeypatch):
+    model, x, forward = make().double(), tokens(3, 8), LlamaForCausalLM.forward
 
     def without_mask(self, attention_mask, **kwargs):  # attention does not take integers
         return forward(self, **kwargs)
 
+    monkeypatch.setattr(LlamaForCausalLM, "forward", without_mask)
+    with collect_l1(model) as terms:
+        model(input_ids=x, labels=x)
+    per_token = torch.stack([l1 for _, l1 in terms.terms])
+    counted(model)
     left = torch.arange(8) >= torch.tensor([[3], [0], [5]])
-    with monkeypatch.context() as patch:
-        patch.setattr(LlamaForCausalLM, "forward", without_mask)
-        with collect_l1(model) as terms:
-            model(input_ids=x, labels=x)
-        per_token = torch.stack([l1 for _, l1 in terms.terms])
-        model.recording = not training
-        counted(model)
-        for mask in (left, left.flip(1), left & False, left | True):
-            expected = per_token[:, mask].sum(1) / max(int(mask.sum()), 1)
-            output = model(input_ids=x, attention_mask=MASKS[kind](mask.long()), labels=x)
-            assert counted(model) == [int(mask.sum())] * 3
-            assert_close(output.l1, expected.mean())
+    for mask in (left, left.flip(1), left & False, left | True):
+        expected = per_token[:, mask].sum(1) / max(int(mask.sum()), 1)
+        output = model(input_ids=x, attention_mask=MASKS[kind](mask.long()), labels=x)
+        assert counted(model) == [int(mask.sum())] * 3
+        assert_close(output.l1, expected.mean())
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -347,19 +273,17 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
     model.recording = True
     x, mask = tokens(2, 8), torch.ones(2, 8).index_fill(1, torch.tensor([0]), 0).long()
     mask[1, 6] = 0
-    for dimensions in (2, 4):
-        cache, later = DynamicCache(config=model.config), 0
-        if kind == "static":
-            cache, later = StaticCache(model.config, max_cache_len=12), 4
-        counts = []
-        for start, end in ((0, 3), (3, 4), (4, 8)):
-            given = mask[:, :end]
-            if dimensions == 4:
-                padded = torch.nn.functional.pad(mask, (0, later)) if later else given
-                given = square(padded)[:, :, start:end]
-            model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
-            counts.append(counted(model))
-        assert counts == [[4] * 3, [2] * 3, [7] * 3]
+    if kind == "dynamic":
+        cache = DynamicCache(config=model.config)
+    else:
+        cache = StaticCache(model.config, max_cache_len=12)
+        whole = square(torch.nn.functional.pad(mask, (0, 4)))
+    counts = []
+    for start, end in ((0, 3), (3, 4), (4, 8)):
+        given = mask[:, :end] if kind == "dynamic" else whole[:, :, start:end]
+        model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
+        counts.append(counted(model))
+    assert counts == [[4] * 3, [2] * 3, [7] * 3]
 
 
 @pytest.mark.parametrize(
@@ -368,11 +292,80 @@ def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
 def test_an_unreadable_mask_is_refused_where_padding_counts(mask):
     model, x = make().eval(), tokens(2, 8)
     names = "dict" if isinstance(mask, dict) else re.escape(str(tuple(mask.shape)))
-    for training, recording, labels in (
-        (False, False, x),
-        (False, True, None),
-        (True, False, None),
-    ):
-        model.train(training).recording = recording
+    for training, recording, labels in ((0, 0, x), (0, 1, None), (1, 0, None)):
+        model.train(bool(training)).recording = bool(recording)
         with pytest.raises(ValueError, match=f"attention_mask is .*{names}"):
             model(input_ids=x, attention_mask=mask, labels=labels)
+
+
+LABEL_SMOOTHING = 0.1
+
+
+ROWS = torch.randint(90, (4, 10), generator=torch.Generator().manual_seed(SEED))
+
+
+def trained(model, folder, batch=4, loss=None, **changes):
+    """The model after a step of SGD over four documents, the last without a loss on its start."""
+    labels = ROWS.clone()
+    labels[3, :6] = -100
+    documents = [{"input_ids": x, "labels": y} for x, y in zip(ROWS, labels, strict=True)]
+    arguments = {
+        **{"max_steps": 1, "learning_rate": 1.0, "optim": "sgd", "lr_scheduler_type": "constant"},
+        **{"per_device_train_batch_size": batch, "gradient_accumulation_steps": 4 // batch},
+        **{"report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True},
+        **{"max_grad_norm": 0.0, "output_dir": str(folder)},
+    }
+    model = copy.deepcopy(model)
+    arguments = TrainingArguments(**arguments | changes)
+    trainer = Trainer(model, arguments, train_dataset=documents, compute_loss_func=loss)
+    trainer.train()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def smoothed(outputs, labels, num_items_in_batch=None):
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    options = {"label_smoothing": LABEL_SMOOTHING, "reduction": "sum"}
+    return torch.nn.functional.cross_entropy(logits, targets, **options) / num_items_in_batch
+
+
+@pytest.mark.parametrize("options", [{"label_smoothing": LABEL_SMOOTHING}, {"loss": smoothed}])
+def test_a_loss_of_the_trainer_has_the_l1_term(options, tmp_path):
+    """With micro-batches of unequal shares of the labels."""
+    model = make(l1_coefficient=0.5, num_hidden_layers=1).double()
+    without = copy.deepcopy(model)
+    without.config.l1_coefficient = 0.0
+    # The trainer's own loss is computed without labels, so the model cannot add the term.
+    own = options if "loss" in options else {"label_smoothing_factor": LABEL_SMOOTHING}
+    with pytest.raises(RuntimeError, match="the loss has no L1 term"):
+        trained(model, tmp_path, **own)
+    plain = trained(without, tmp_path, 1, twell.with_l1(without, **options))
+    torch.testing.assert_close(plain, trained(without, tmp_path, **own), rtol=0, atol=1e-6)
+    # Read where Trainer's copy of the model keeps it: in the configuration they share.
+    change = trained(model, tmp_path, 1, twell.with_l1(model, **options)) - plain
+
+    with twell.collect_l1(model.train()) as terms:
+        model(input_ids=ROWS)
+    weights = torch.tensor([9, 9, 9, 4]) / 31
+    per_token = torch.stack([l1 for _, l1 in terms.terms]).mean(0)
+    (-0.5 * (per_token.mean(1) * weights).sum()).backward()
+    steps = [0 * p if p.grad is None else p.grad for p in model.parameters()]
+    step = torch.cat([step.flatten() for step in steps])
+    assert step.any()
+    torch.testing.assert_close(change, step, rtol=1e-4, atol=2e-6)
+
+
+def test_a_loss_with_l1_needs_a_model_with_the_term_and_labels():
+    with pytest.raises(ValueError, match="model is a Qwen2ForCausalLM, whose output has no L1 t"):
+        twell.with_l1(twell.sparsify(stock("qwen2")))
+    with pytest.raises(ValueError, match="labels is None"):
+        twell.with_l1(make())(None, None)
+
+
+def test_predictions_are_logits_alone(tmp_path):
+    model, rows = make(), tokens(3, 6)
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = Trainer(model, arguments)
+    result = trainer.predict([{"input_ids": row, "labels": row} for row in rows])
+    assert isinstance(result.predictions, np.ndarray)
+    expected = model.eval()(input_ids=rows).logits
+    np.testing.assert_allclose(result.predictions, expected.detach(), rtol=1e-4, atol=1e-5)

@@ -79,7 +79,6 @@ OWN = [
     (Gated, GATED | {"activation": "drelu"}),
     (of_prosparse, GATED | {"activation": "relu", "threshold": 0.2}),
     (lambda: Threshold(nn.Threshold(0.2, 0.0)), SQUARED | {"act": "act"}),
-    (lambda: Threshold(F.relu), SQUARED | {"act": "act"}),
 ]
 
 
@@ -88,9 +87,8 @@ def table(monkeypatch):
     monkeypatch.setattr(adapters, "ADAPTERS", dict(adapters.ADAPTERS))
 
 
-@pytest.mark.parametrize("backend", ["dense", "reference"])
 @pytest.mark.parametrize(("make", "fields"), OWN)
-def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
+def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields):
     model, x = nn.Sequential(Block(make()), Block(make())), torch.randn(2, 5, 32)
     before, text = model(x) if model.eval() else None, repr(model)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -98,7 +96,7 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
         sparsify(model)
     register_adapter(type(model[0].mlp), **fields)
     numbers = torch.get_rng_state()
-    sparsify(model, backend=backend)
+    sparsify(model, backend="reference")
     assert torch.equal(torch.get_rng_state(), numbers)
     assert_close(model(x), before)
     assert_same(model.state_dict(), state)
@@ -126,22 +124,15 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields, backend):
         (lambda: Also(nn.Dropout(0.4)), RELU, "while training"),
         (lambda: Also(0.5), RELU | {"dropout": "rest"}, "rest of a Also is 0.5"),
         (lambda: Also(lambda y: (y, None)), RELU, "returns tuple"),
+        (Squared, {"activation": "relu"}, "'up' and 'down'"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(make, fields, names):
     model = nn.Sequential(Block(make()))
-    with pytest.raises(ValueError, match=names):
+    with pytest.raises((ValueError, TypeError), match=names):
         register_adapter(type(model[0].mlp), **fields)
         sparsify(model)
     assert not any(isinstance(module, SparseFFN) for module in model.modules())
-
-
-def test_a_module_may_take_rows_alone():
-    model = nn.Sequential(Threshold(lambda h: h.relu() if h.dim() == 2 else None))
-    x = torch.ones(3, 32)
-    expected = model(x)
-    register_adapter(Threshold, **RELU)
-    assert_close(sparsify(model)(x), expected)
 
 
 def test_every_module_of_a_class_is_compared():
@@ -149,54 +140,3 @@ def test_every_module_of_a_class_is_compared():
     register_adapter(Threshold, **RELU, threshold=0.1)
     with pytest.raises(ValueError, match="of Threshold describes something else"):
         sparsify(model)
-
-
-class Swapped(nn.Module):
-    """SparseFFN's names with other meanings, in an order of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.down_proj = nn.Linear(84, 32, bias=False)
-        self.gate_proj, self.up_proj = (nn.Linear(32, 84, bias=False) for _ in range(2))
-        self.down_proj.weight.data = self.down_proj.weight.data.t().contiguous().t()
-
-    def forward(self, x):
-        return self.down_proj(self.gate_proj(x) * F.relu(self.up_proj(x)))
-
-
-def test_names_order_and_strides_of_a_module_stay_its_own():
-    model, x = nn.Sequential(Swapped()), torch.randn(3, 32)
-    before, expected = {n: t.clone() for n, t in model.state_dict().items()}, model(x)
-    order = [parameter.data_ptr() for parameter in model.parameters()]
-    register_adapter(Swapped, gate="up_proj", up="gate_proj", down="down_proj", activation="relu")
-    sparsify(model)
-    assert_close(model(x), expected)
-    assert_same(model.state_dict(), before)
-    model.load_state_dict({name: 2 * tensor for name, tensor in before.items()})
-    assert_same(model.state_dict(), {name: 2 * tensor for name, tensor in before.items()})
-    assert [parameter.data_ptr() for parameter in model.parameters()] == order
-    assert twell.densify(model)[0].down_proj.weight.stride() == (1, 32)
-    assert_close(model(x), 8 * expected)
-
-
-def test_a_module_in_several_places_is_one_layer():
-    one = Squared()
-    model, x = nn.Sequential(one, one, nn.Sequential(one)), torch.randn(3, 32)
-    expected, state = model(x), {name: t.clone() for name, t in model.state_dict().items()}
-    register_adapter(Squared, **SQUARED, activation="relu2")
-    sparsify(model)
-    assert model[0] is model[1] is model[2][0] and len(sparse_ffns(model)) == 1
-    assert_close(model(x), expected)
-    assert_same(model.state_dict(), state)
-    model.load_state_dict(state)
-    twell.densify(model)
-    assert model[0] is model[1] is model[2][0] is one
-    assert_same(model.state_dict(), state)
-
-
-def test_the_layer_itself_cannot_be_replaced():
-    register_adapter(Squared, **SQUARED, activation="relu2")
-    with pytest.raises(ValueError, match="Squared is itself the layer to replace"):
-        sparsify(Squared())
-    with pytest.raises(TypeError, match="'up' and 'down'"):
-        register_adapter(Squared, activation="relu")

@@ -1,14 +1,17 @@
 """Models with FP8 weights: saved, loaded, and refused where something is missing."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import twell
 from tests.factories.models import assert_same, change_config, make, stock, tokens
+from twell import results
 from twell.sparse.float8 import FLOAT8, Float8Linear
 
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
@@ -21,12 +24,6 @@ def in_bf16(model):
         parameter.data = parameter.data.bfloat16()
     model.config.dtype = torch.bfloat16
     return model.eval()
-
-
-def twell_sparsified():
-    model = twell.sparsify(in_bf16(stock("llama")))
-    twell.quantize_(model)
-    return model
 
 
 @pytest.fixture
@@ -60,75 +57,92 @@ def test_a_saved_model_is_loaded_with_its_bits(tmp_path, down):
     assert twell_config["quantization_config"]["quant_method"] == "twell_float8"
     with pytest.warns(UserWarning, match="not kept in bf16"):
         twell.dequantize_(loaded)
-    assert_bf16(loaded, tmp_path / "bf16")
-
-
-def assert_bf16(model, folder):
-    """Files have no `quantization_config`, whose null older readers take for a method."""
-    model.save_pretrained(folder)
+    # Files in bf16 have no `quantization_config`, whose null older readers take for a method.
+    folder = tmp_path / "bf16"
+    loaded.save_pretrained(folder)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
     change_config(quantization_config=None)(folder)  # as versions before wrote it
-    for loaded in (twell.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)):
-        assert_same(loaded.state_dict(), model.state_dict())
-        loaded.save_pretrained(folder / "again")
-    assert "quantization_config" not in json.loads((folder / "again/config.json").read_text())
+    for again in (twell.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)):
+        assert_same(again.state_dict(), loaded.state_dict())
 
 
 @torch.no_grad()
-def test_a_sparsified_model_keeps_its_weights_and_bf16_files_do_not_mention_quantisation(tmp_path):
-    model, ids = twell_sparsified(), tokens(2, 9)
+def test_a_sparsified_model_keeps_its_weights(tmp_path):
+    model, ids = twell.sparsify(in_bf16(stock("llama"))), tokens(2, 9)
+    twell.quantize_(model)
     model.save_pretrained(tmp_path)
     loaded, _ = twell.load(tmp_path)
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
-    twell.dequantize_(model)
-    model.save_pretrained(tmp_path)
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
-    assert_bf16(in_bf16(make()), tmp_path)
+    with pytest.raises(ValueError, match="FP8 weights"):
+        twell.densify(model)
 
 
-def test_another_quantisation_stays_in_the_configuration(tmp_path):
-    model, other = in_bf16(make(l1_coefficient=0.0)), BitsAndBytesConfig(load_in_8bit=True)
-    model.config.quantization_config = other
-    model.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
-    assert written["load_in_8bit"] and model.config.quantization_config is other
-    with pytest.raises(ValueError, match="the model is quantised by BitsAndBytesConfig already"):
-        twell.quantize_(model)
-
-
-@pytest.mark.parametrize(
-    ("change", "names"),
-    [
-        (lambda t: t.pop(SCALE), "gate_proj.weight_scale is missing"),
-        (lambda t: t.update({SCALE: torch.ones(83)}), r"gate_proj.weight_scale has shape \(83,\)"),
-        (lambda t: t.update({GATE: torch.ones(84, 32)}), "gate_proj.weight has type torch.float32"),
-        (lambda t: t[GATE].view(torch.uint8).fill_(0x7F), "gate_proj.weight has NaN or infinite"),
-        (
-            lambda t: t.update({NORM: torch.ones(32).to(FLOAT8)}),
-            "norm.weight has type torch.float8",
-        ),
-    ],
-)
-def test_damaged_weights_are_named(saved, change, names):
+def test_damaged_weights_are_named(saved):
     _, folder = saved
     file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=names):
-        twell.load(folder)
+    whole = load_file(file)
+    for name, tensor, words in (
+        (SCALE, torch.ones(83), r"gate_proj.weight_scale has shape \(83,\)"),
+        (GATE, torch.ones(84, 32), "gate_proj.weight has type torch.float32"),
+        (NORM, torch.ones(32).to(FLOAT8), "norm.weight has type torch.float8"),
+    ):
+        save_file(whole | {name: tensor}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=words):
+            twell.load(folder)
 
 
 def test_other_ways_to_load_are_refused(saved, tmp_path):
     model, folder = saved
-    with pytest.raises(ValueError, match="FP8 weights"):
-        twell.densify(twell_sparsified())
     twell.dequantize_(model.ffns[0])
     with pytest.raises(ValueError, match="some layers are in FP8"):
         model.save_pretrained(tmp_path / "mixed")
-    with pytest.raises(ValueError, match="is of FP8 weights"):
-        AutoModelForCausalLM.from_config(model.config)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no SparseFFN layer"):
         LlamaForCausalLM.from_pretrained(folder)  # it would take FP8 values for the weights
     with pytest.raises(ValueError, match="torch.float32"):
         twell.load(folder, dtype=torch.float32)
+
+
+NO_TWELL = "sys.modules['twell'] = None"  # importing it raises ImportError
+PROGRAM = """
+import sys
+{before}
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+{after}
+import torch
+torch.set_grad_enabled(False)
+folder = sys.argv[1]
+model = AutoModelForCausalLM.from_pretrained(folder, **{options})
+assert type(model).__module__ == "twell.models.llama", type(model)
+ids = torch.arange(9)[None]
+assert torch.equal(model.eval()(ids).logits, torch.load(folder + "/logits.pt"))
+"""
+
+
+def run(folder, before="", after="", **options):
+    """Load the folder in a process of its own; return its exit status and errors."""
+    code = PROGRAM.format(before=before, after=after, options=options)
+    environment = {"HF_MODULES_CACHE": str(folder / "modules"), "PYTHONPATH": str(results.root())}
+    environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PATH": ""}
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, input="")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantized", [False, True])
+@torch.no_grad()
+def test_code_of_a_folder_runs_with_consent_and_is_not_needed_with_twell(tmp_path, quantized):
+    model = in_bf16(make(gated_mlp=quantized))
+    if quantized:
+        twell.quantize_(model)
+    model.save_pretrained(tmp_path)
+    torch.save(model(torch.arange(9)[None]).logits, tmp_path / "logits.pt")
+    code, ran = tmp_path / "modeling_twell.py", tmp_path / "ran"
+    code.write_text(f"open({str(ran)!r}, 'w')\n" + code.read_text())
+    assert "trust_remote_code=True" in run(tmp_path)[1]
+    for words in ({"before": "import twell"}, {"after": "import twell"}):
+        assert run(tmp_path, **words)[0] == 0
+    assert not ran.exists()
+    assert run(tmp_path, trust_remote_code=True)[0] == 0 and ran.exists()
+    error = run(tmp_path, NO_TWELL, trust_remote_code=True)[1]
+    assert "the package twell, which cannot be imported here" in error

@@ -1,6 +1,6 @@
 """Projections that are not what their weight says: the layer calls them.
 
-tests/models/test_convert.py has the adapters of peft.
+tests/models/test_adapters.py has the adapters of peft.
 """
 
 import copy

@@ -11,19 +11,9 @@ from tokenizers import AddedToken
 from study import analysis
 from tests.factories import SEED, tokenizers
 from twell import corpus, models, results, trace
-from twell.__main__ import main
 from twell.trace import tracing
 
-TABLES = [
-    analysis.per_layer,
-    lambda record: analysis.per_token(record, min_count=1),
-    analysis.by_position,
-    analysis.union_sizes,
-    analysis.tile_overflow,
-]
-
-
-SILENCED = (12, 12, 12, 5, 1, 9)
+TABLES = [analysis.per_layer, analysis.by_position, analysis.union_sizes, analysis.tile_overflow]
 
 
 @pytest.fixture
@@ -49,7 +39,8 @@ def test_validation_traces_have_the_counts_and_the_loss_that_training_logged(tin
     assert -np.nanmean(traced.logprob) == loss
     assert np.isnan(traced.logprob).sum() == len(np.unique(traced.sequence)) == 16
     assert traced.meta["commit"] and traced.meta["l1_coefficient"] == 1e-2
-    assert trace.aggregate_run(tiny_run, tokens=512).cross_entropy == loss
+    counted = trace.aggregate_run(tiny_run, tokens=512)
+    assert counted.cross_entropy == loss and counted.meta["run"] == "tiny"
 
 
 def layers_of(model, sequence):
@@ -131,18 +122,13 @@ def test_text_is_cut_into_contexts_and_read_back(loaded):
     assert traced.position.max() == 31 and traced.sequence.max() == (traced.num_tokens - 1) // 32
     assert tokenizer.decode(traced.token_ids) == text
     assert "<0xF0>" in traced.strings and " de" in traced.strings
-    plain = [string for string in traced.strings if not string.startswith("<0x")]
-    assert "\ufffd" not in "".join(plain)
     with pytest.raises(ValueError, match="the text is empty"):
         trace.trace_text(model, tokenizer, "")
-    assert len(set(trace.token_strings(tokenizer, range(330)))) == 330  # no two look the same
 
 
 STRINGS = {  # of "a a é"
     "byte_level": ["a", " a", " ", "<0xC3>", "<0xA9>"],
     "sentencepiece": [" a", " a", " ", "<0xC3>", "<0xA9>"],
-    "unigram": [" ", "a", " ", "a", " ", "<unk>"],
-    "wordpiece": [" a", " a", "<unk>"],
     "words": ["a", "a", "<unk>"],
     "Slow": ["a", " ", "a", " ", "é"],
 }
@@ -166,7 +152,7 @@ def test_strings_are_what_the_tokenizer_decodes(kind):
     tokenizer.add_special_tokens({"pad_token": "<é▁>"})
     ids = tokenizer.convert_tokens_to_ids([*added, "<é▁>"])
     shown = [text.removeprefix(" ") for text in trace.token_strings(tokenizer, ids)]
-    spaces = " " if kind.__name__ in ("sentencepiece", "unigram") else "▁▁"
+    spaces = " " if kind.__name__ == "sentencepiece" else "▁▁"
     assert shown == ["éé", "ü b", spaces, "<é▁>"]
 
 
@@ -194,15 +180,12 @@ def test_aggregate_of_a_model_has_the_tables_of_its_trace(loaded, monkeypatch):
     assert counted.cross_entropy == pytest.approx(loss, rel=1e-9)
     assert counted.meta["run"] == "x" and counted.meta["context"] == 32
     assert counted.meta["num_tokens"] == counted.num_tokens == 576
-    layer, neuron = np.unravel_index(counted.max_abs.argmax(), counted.max_abs.shape)
-    first = analysis.contexts(counted, layer, neuron).iloc[0]
-    before = sequences[first["sequence"]][max(first["position"] - 24, 0) : first["position"]]
-    assert first["before"] == "".join(trace.token_strings(tokenizer, before))
 
 
 def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loaded):
     model, tokenizer = loaded
-    sequences, predicted = random_sequences(*SILENCED), np.array(SILENCED) - 1
+    lengths = 12, 12, 12, 5, 1, 9
+    sequences, predicted = random_sequences(*lengths), np.array(lengths) - 1
     traced = trace.trace_tokens(model, tokenizer, sequences)
     counts = traced.neurons()[0]
     # A rare neuron, the one that fires most often, and a dead one where there is one.
@@ -233,20 +216,3 @@ def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loade
     assert (table.loc[table["fires"] == 0, ["loss_change", "stderr"]] == 0).all(axis=None)
     assert table["loss_change"].abs().max() > 1e-5
     assert np.isnan(trace.silenced_loss(model, sequences[:1], chosen[:1])["stderr"]).all()
-
-
-def test_aggregate_from_the_shell(tiny_run, tmp_path, capsys):
-    out, text = tmp_path / "deep" / "a.npz", tmp_path / "text.txt"
-    command = ["trace", str(tiny_run), "--aggregate", "--out", str(out)]
-    assert main([*command, "--valid", "--tokens", "500"]) == 0
-    printed = capsys.readouterr().out
-    assert "500 tokens, 2 layers" in printed and f"{out.stat().st_size} bytes" in printed
-    counted = trace.Aggregate.load(out)
-    assert counted.num_tokens == 500 and counted.lengths.tolist() == [32] * 15 + [20]
-    assert counted.meta["run"] == "tiny" and counted.meta["commit"]
-    assert counted.meta["l1_coefficient"] == 1e-2
-    assert main([*command, "--valid"]) == 0
-    assert trace.Aggregate.load(out).num_tokens > 512  # all that is held out
-    text.write_text("ba de fun " * 30, encoding="utf-8")
-    assert main([*command, "--file", str(text)]) == 0
-    assert 30 < trace.Aggregate.load(out).num_tokens < 200

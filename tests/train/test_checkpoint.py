@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.factories import SEED
-from tests.factories.train import contents, resume, stop_training, stream_config
+from tests.factories.train import SHORT, contents, resume, stop_training, stream_config
 from tests.kills import differences, kill_rounds
 from twell import results
 from twell.train import checkpoint, start, train
@@ -42,7 +43,7 @@ def stopped(stopped_run, tiny_config, tmp_path):
     return shutil.copytree(stopped_run, tmp_path / "run"), config
 
 
-def train_and_press(config, run, step, number=signal.SIGINT):
+def train_and_press(config, run, step, number):
     """Train, and send the signal two steps before the row of a step."""
     take_step = Run.step
 
@@ -58,35 +59,34 @@ def train_and_press(config, run, step, number=signal.SIGINT):
 
 
 def test_kills_at_random_moments(tiny_config, tmp_path):
-    settings = {"checkpoint_every": 2, "log_every": 2, "tokens": 32 * 512, "balance_every": 3}
-    config = dataclasses.replace(tiny_config, **settings, l1_warmup_steps=20, reinit=0.1)
+    settings = {"checkpoint_every": 2, "log_every": 2, "balance_every": 3}
+    config = dataclasses.replace(tiny_config, **settings, l1_warmup_steps=10, reinit=0.1)
     assert len(list(kill_rounds(config, tmp_path, 2, SEED))) == 2
 
 
-# What a resume has to bring back: where the run stops, by itself or by a signal, and its fields.
-REMEDIES = {"l1_coefficient": 0.3, "learning_rate": 1e-2, "reinit": 0.3, "balance_every": 3}
-REMEDIES |= {"l1_zero_steps": 3, "l1_warmup_steps": 20}
+# Where a run stops, by itself or by a signal.
 STAGES = {
-    "in a window of dead neurons": (10, None, REMEDIES | {"log_every": 2, "micro_batch": 3}),
-    "in a stream": (8, None, "stream"),
-    "at the row after SIGTERM": (8, signal.SIGTERM, {}),
-    "in a stage of a student's threshold": (15, signal.SIGINT, "threshold=0.1 l1_coefficient=0"),
-    "in a stage of a student's L1": (15, signal.SIGINT, "l1_growth=1.2 l1_stage_steps=5"),
+    "in a window of dead neurons": (10, None),
+    "in a stream": (8, None),
+    "at the row after SIGTERM": (8, signal.SIGTERM),
+    "in a stage of a student's threshold": (15, signal.SIGINT),
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_run_resumes_exactly(request, tiny_config, tiny_text, tmp_path, stage):
-    step, number, fields = STAGES[stage]
-    if fields == "stream":
+def test_a_run_resumes_exactly(config, tiny_config, tiny_text, tmp_path, stage):
+    step, number = STAGES[stage]
+    if "dead" in stage:
+        remedies = {"l1_coefficient": 0.3, "learning_rate": 1e-2, "reinit": 0.3, "micro_batch": 3}
+        remedies |= {"balance_every": 3, "l1_zero_steps": 3, "l1_warmup_steps": 20}
+        config = dataclasses.replace(tiny_config, checkpoint_every=2, log_every=2, **remedies)
+    elif "stream" in stage:
         config = stream_config(tiny_config, tiny_text, tmp_path / "hub")
-    elif isinstance(fields, str):
-        brief = "tokens=10240 active_share=0.2 hidden_weight=0.5"
-        config = request.getfixturevalue("config")(*brief.split(), *fields.split())
-        config = dataclasses.replace(config, micro_batch=3)
+    elif "student" in stage:
+        fields = "tokens=10240 active_share=0.2 hidden_weight=0.5 threshold=0.1 l1_coefficient=0"
+        config = dataclasses.replace(config(*fields.split()), micro_batch=9)
     else:
-        every = {} if number else {"checkpoint_every": 2}
-        config = dataclasses.replace(tiny_config, **every | fields)
+        config = tiny_config
     whole, run = train(config, tmp_path / "whole", quiet=True), tmp_path / "run"
     if number:
         before = signal.getsignal(number)
@@ -96,16 +96,6 @@ def test_a_run_resumes_exactly(request, tiny_config, tiny_text, tmp_path, stage)
     else:
         stop_training(config, run, step)
     assert differences(resume(config, run), whole) == []
-
-
-def test_a_complete_run_is_left_as_it_is(stopped, expected):
-    run, config = stopped
-    with open(run / "log.csv", "a") as log:
-        log.write("12,6144,train,,loss,1")  # a row that a kill cut short
-    assert resume(config, run) == run and differences(run, expected) == []
-    before = (run / "log.csv").stat().st_mtime_ns
-    resume(config, run)
-    assert (run / "log.csv").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize("moment", [0, 3])
@@ -125,22 +115,9 @@ def test_a_kill_after_the_last_file_leaves_nothing_behind(stopped, expected, mon
     (run / ".config.yaml.abcdefgh.part").write_text("half")
     assert list(run.glob("checkpoint-*"))
     assert differences(resume(config, run), expected) == []
-
-
-def test_a_second_ctrl_c_stops_at_once(tiny_config, tmp_path, monkeypatch):
-    def press(self, now):
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-        raise AssertionError("still there")
-
-    monkeypatch.setattr(Run, "step", press)
-    with pytest.raises(KeyboardInterrupt):
-        train(tiny_config, tmp_path / "run", quiet=True)
-    left = {path.name for path in (tmp_path / "run").iterdir()}
-    assert left == {"config.yaml", "provenance.json", "valid.npy", "log.csv"}
-
-
-# --- damaged
+    before = (run / "log.csv").stat().st_mtime_ns
+    resume(config, run)  # a complete run is left as it is
+    assert (run / "log.csv").stat().st_mtime_ns == before
 
 
 def test_every_changed_bit_is_found(stopped):
@@ -149,9 +126,9 @@ def test_every_changed_bit_is_found(stopped):
     assert {file.name for file in path.iterdir()} == {".metadata", "__0_0.distcp", "state.pt"}
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
-        places = draw.sample(range(len(data)), 10)
+        places = draw.sample(range(len(data)), 6)
         if file.name == "state.pt":  # the checksums of a zip file do not cover its directory
-            places += range(data.index(b"PK\x01\x02"), len(data), 17)
+            places += range(data.index(b"PK\x01\x02"), len(data), 97)
         changed = [data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :] for place in places]
         for damaged in (*changed, data[: draw.randrange(len(data))]):
             file.write_bytes(damaged)
@@ -161,11 +138,12 @@ def test_every_changed_bit_is_found(stopped):
     assert checkpoint.read(path)["step"] == 8
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "state.pt"])
-def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected, name):
+def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected):
     run, config = stopped
-    file, previous = run / "checkpoint-00000008" / name, run / "checkpoint-00000004"
+    file, previous = run / "checkpoint-00000008" / "__0_0.distcp", run / "checkpoint-00000004"
     file.write_bytes(file.read_bytes()[:-9])
+    with open(run / "log.csv", "a") as log:
+        log.write("12,6144,train,,loss,1")  # a row that a kill cut short
     stop_training(config, run, 8, resume=True, quiet=False)
     out = capsys.readouterr().out
     assert str(file) in out and f"{previous}, step 4\n" in out
@@ -174,18 +152,13 @@ def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected, name):
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(stopped, monkeypatch, expected):
-    (run, config), save = stopped, Run.save_checkpoint
+    run, config = stopped
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    def save_full(self, step):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "save", full)
-            save(self, step)
-
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(Run, "save_checkpoint", save_full)
+        patch.setattr(torch, "save", full)
         resume(config, run)
     assert checkpoint.read(run / "checkpoint-00000008")["step"] == 8
     assert differences(resume(config, run), expected) == []
@@ -213,3 +186,125 @@ def test_a_run_goes_on_with_its_configuration_processes_and_text_alone(
         resume(config, run)
     assert contents(run).keys() == before.keys()
     assert results.load_run(run)[0]["complete"] is False
+
+
+@pytest.mark.parametrize("name", ["log.csv", "provenance.json"])
+def test_damaged_records_are_named(stopped, name):
+    run, config = stopped
+    (run / name).write_bytes((run / name).read_bytes()[:200])
+    before = contents(run)
+    with pytest.raises(ValueError, match=name):
+        resume(config, run)
+    assert contents(run) == before
+
+
+MINE = [".env", "notes.txt", "model/notes.txt", ".config.yaml.original"]
+MINE += ["checkpoint-00000001/notes.txt", "checkpoint-mine/state.pt", "checkpoint-00000002"]
+
+
+@pytest.fixture
+def short(tiny_config):
+    return dataclasses.replace(tiny_config, **SHORT)
+
+
+def test_overwrite_deletes_nothing_of_the_users(tiny_config, tmp_path):
+    folder, config = tmp_path / "run", dataclasses.replace(tiny_config, checkpoint_every=4)
+    folder.mkdir()
+    (folder / ".env").write_text("keep")  # hidden files are no run
+    stop_training(config, folder, 4)
+    for name in MINE:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("keep")
+    for left in (".log.csv.a1b2c3d4.part", "checkpoint-00000001/__0_0.distcp"):
+        (folder / left).write_text("left by a kill")
+    train(dataclasses.replace(config, seed=1), folder, overwrite=True, quiet=True)
+    kept = {"config.yaml", "provenance.json", "log.csv", "valid.npy", *MINE}
+    names = {str(path.relative_to(folder)) for path in contents(folder)}
+    assert {name for name in names if "model/" not in name or "notes" in name} == kept
+    assert all((folder / name).read_text() == "keep" for name in MINE)
+    assert results.load_run(folder)[0]["seed"] == 1
+
+
+REFUSED = [  # what is in the folder, options, the error and what it names
+    ("nothing", {"resume": True}, FileNotFoundError, "no run to resume"),
+    ("run", {}, FileExistsError, "already holds a run"),
+    ("run", {"overwrite": True, "source": "nothing.txt"}, FileNotFoundError, "nothing.txt"),
+    ("nothing", {"intermediate_size": 10**12}, MemoryError, "GiB"),
+    ("link to nothing", {}, FileExistsError, "run"),
+    ("a config.yaml alone", {"overwrite": True}, FileExistsError, "provenance.json"),
+    ("no provenance.json", {"resume": True}, FileExistsError, "provenance.json"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "error", "words"), REFUSED)
+def test_a_folder_that_does_not_fit_is_left_alone(
+    short, tiny_run, tmp_path, kind, options, error, words
+):
+    folder = tmp_path / "run"
+    if kind == "link to nothing":
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif kind == "a config.yaml alone":
+        folder.mkdir()
+        (folder / "config.yaml").write_text("base: quick  # written by hand\n")
+    elif kind != "nothing":
+        shutil.copytree(tiny_run, folder)
+    if kind.startswith("no "):
+        (folder / kind.removeprefix("no ")).unlink()
+    before = contents(tmp_path)
+    fields = {name: value for name, value in options.items() if name in vars(short)}
+    options = {name: value for name, value in options.items() if name not in fields}
+    with pytest.raises(error, match=words):
+        train(dataclasses.replace(short, **fields), folder, quiet=True, **options)
+    assert contents(tmp_path) == before
+    assert kind != "nothing" or not folder.exists()
+
+
+def hold(folder, pipe):
+    with start.hold(folder):
+        pipe.send("held")
+        pipe.recv()
+
+
+def test_one_process_trains_and_another_learns_which(tiny_config, tmp_path):
+    pipe, theirs = multiprocessing.Pipe()
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=hold, args=(tmp_path / "run", theirs))
+    process.start()
+    assert pipe.recv() == "held"
+    for options in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(FileExistsError, match=f"process {process.pid} on "):
+            train(tiny_config, tmp_path / "run", quiet=True, **options)
+    pipe.send("end")
+    process.join()
+    assert not (tmp_path / "run").exists()  # it was empty
+    tmp_path.joinpath("train.lock").write_text("of a killed process")
+    with start.hold(tmp_path):
+        pass
+    assert tmp_path.is_dir()
+
+
+def test_a_run_that_was_killed_at_its_start_begins_again(short, tmp_path):
+    results.write_run(tmp_path / "run", dataclasses.asdict(short), results.provenance())
+    train(short, tmp_path / "run", resume=True, quiet=True)
+    assert results.load_run(tmp_path / "run")[0]["complete"]
+
+
+def test_a_run_of_an_older_version_goes_on(tiny_config, tmp_path, monkeypatch):
+    """Without later fields. Provenance has every start."""
+    config, run = dataclasses.replace(tiny_config, checkpoint_every=4), tmp_path / "run"
+    monkeypatch.setenv("TWELL_COMMIT", "first")
+    stop_training(config, run, 4)
+    origin = json.loads((run / "provenance.json").read_text())
+    del origin["starts"]
+    (run / "provenance.json").write_text(json.dumps(origin))
+    lines = [line for line in open(run / "config.yaml") if "balance_every" not in line]
+    (run / "config.yaml").write_text("".join(lines))
+    monkeypatch.setenv("TWELL_COMMIT", "second")
+    later = dataclasses.replace(config, balance_every=1)  # as a configuration may have by now
+    train(later, run, resume=True, quiet=True)
+    row = results.load_provenance(run)
+    assert [(one["commit"], one.get("step")) for one in row["starts"]] == [
+        ("first", None),
+        ("second", 4),
+    ]
+    assert row["complete"] and results.load_run(run)[0]["balance_every"] == 0

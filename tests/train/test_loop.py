@@ -1,6 +1,7 @@
 """A run learns, writes what happened, and follows the recipe."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -10,11 +11,15 @@ from accelerate.utils import set_seed
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
-from tests.factories.train import SHORT, log_of, series, train_changed
+from tests.factories import SEED
+from tests.factories import train as factory
+from tests.factories.train import assert_same_numbers, log_of, series, train_changed, write_config
+from tests.kills import differences
 from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, load
-from twell.train import evaluate
+from twell.train import build, evaluate
+from twell.train.dead import DeadWindow, balance, reinitialize
 
 
 @pytest.fixture
@@ -47,7 +52,6 @@ def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
     np.testing.assert_allclose(loss, parts, rtol=1e-5)
     silenced = series(log, "cross_entropy_silenced", "valid")
     assert silenced.index.get_level_values("step").tolist() == [16]
-    assert ("peak_memory" in set(log.metric)) == torch.cuda.is_available()  # of a GPU alone
 
 
 def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config):
@@ -59,9 +63,8 @@ def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config)
     assert result["cross_entropy"] == pytest.approx(loss, rel=1e-4)
     logged = series(log, "active_mean", "valid").loc[16].to_numpy()
     np.testing.assert_allclose([layer["mean"] for layer in result["layers"]], logged, rtol=1e-4)
-    for batch in (1, 3, 64):  # a mean over all tokens, in batches of any size
-        loss = evaluate(model, blocks, batch)["cross_entropy"]
-        assert loss == pytest.approx(result["cross_entropy"], rel=1e-6)
+    loss = evaluate(model, blocks, 3)["cross_entropy"]  # a mean over all tokens
+    assert loss == pytest.approx(result["cross_entropy"], rel=1e-6)
     assert not model.training and not model.recording
     assert AutoTokenizer.from_pretrained(tiny_run / "model")("ba de").input_ids
 
@@ -85,14 +88,10 @@ def test_the_schedules_of_learning_rate_and_l1(tiny_config, tmp_path, adamw_step
     np.testing.assert_allclose(share, [0, 0, 0.25, 0.5, 0.75, 1, 1, 1], atol=2e-3)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"gated": False}, {"activation": "silu"}, {"tokens": 1024, "warmup_steps": 600}]
-)
-def test_other_layers_train(tiny_config, tmp_path, changes):
-    log = log_of(tiny_config, tmp_path / "run", **{"tokens": 2048} | changes)
+def test_a_last_row_has_the_mean_of_fewer_steps(tiny_config, tmp_path):
+    log = log_of(tiny_config, tmp_path / "run", tokens=1024, warmup_steps=600, gated=False)
     valid = series(log, "cross_entropy", "valid")
     assert valid.iloc[-1] != valid.iloc[0]
-    # A row has the mean of its steps, the last row too, which may have fewer.
     assert series(log, "cross_entropy").iloc[-1] == pytest.approx(valid.iloc[-1], rel=0.2)
 
 
@@ -122,12 +121,12 @@ def test_divergence_is_said(tiny_config, tmp_path, adamw_step):
 
     adamw_step(diverge)
     with pytest.raises(FloatingPointError, match="the validation loss is nan at step 1"):
-        train_changed(tiny_config, tmp_path / "last", **SHORT)
+        train_changed(tiny_config, tmp_path / "last", **factory.SHORT)
     assert not results.load_run(tmp_path / "last")[0]["complete"]
 
 
 def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
-    config = dataclasses.replace(tiny_config, log_every=1)
+    config = dataclasses.replace(tiny_config, log_every=1, tokens=8 * 512)
     ours = log_of(config, tmp_path / "ours")
     _, blocks, _ = config.prepare_text()
     drawn = [{"input_ids": row, "labels": row} for row in blocks.draw(range(config.steps * 16))]
@@ -136,9 +135,8 @@ def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
         def _get_train_sampler(self, *_):
             return SequentialSampler(self.train_dataset)
 
-    same = (
-        "learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm"
-    )
+    same = "learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon "
+    same += "max_grad_norm"
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "theirs"),
         max_steps=config.steps,
@@ -158,3 +156,137 @@ def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
     trainer.train()
     theirs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     np.testing.assert_allclose(theirs, series(ours, "loss"), rtol=2e-3)
+
+
+@pytest.fixture
+def model(request, tiny_config):
+    torch.manual_seed(SEED)
+    config = dataclasses.replace(tiny_config, **request.param)
+    return SparseLlamaForCausalLM(config.model_config())
+
+
+def test_a_window_spans_steps():
+    window = DeadWindow(2, 100)
+    counts = lambda *layers: [torch.tensor(layer) for layer in layers]  # noqa: E731
+    assert window.add(counts([1, 0, 0], [0, 0, 2]), 60) is None
+    again = DeadWindow(2, 100)
+    again.restore(window.state(), torch.device("cpu"))
+    dead = again.add(counts([0, 3, 0], [0, 0, 1]), 60)
+    assert [layer.tolist() for layer in dead] == [[False, False, True], [True, True, False]]
+    assert again.add(counts([0, 0, 0], [0, 0, 0]), 99) is None  # the next window starts empty
+    assert all(layer.all() for layer in again.add(counts([0, 0, 0], [0, 0, 0]), 1))
+    assert again.number == 2
+
+
+@pytest.mark.parametrize("model", [{"gated": True}, {"gated": False}], indirect=True)
+def test_reinitialisation_mixes_noise_into_dead_rows_alone(model):
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    dead = [torch.rand(96) < 0.3 for _ in model.ffns]
+    part = "gate_proj" if model.config.gated_mlp else "up_proj"
+
+    def changed(seed):
+        model.load_state_dict(before, strict=False)  # without the tied head
+        reinitialize(model, dead, 0.25, seed)
+        return {name: p.clone() for name, p in model.named_parameters()}
+
+    after, again, other = changed([5, 1]), changed([5, 1]), changed([5, 2])
+    for name, old in before.items():
+        assert torch.equal(after[name], again[name])  # the same on every process
+        if part not in name:
+            assert torch.equal(after[name], old), name
+    for layer, rows in enumerate(dead):
+        name = f"model.layers.{layer}.mlp.{part}.weight"
+        new, old = after[name], before[name]
+        assert torch.equal(new[~rows], old[~rows]) and not torch.equal(new, other[name])
+        noise = (new[rows] - 0.75 * old[rows]) / 0.25
+        assert noise.std().item() == pytest.approx(0.02, rel=0.15)
+
+
+@pytest.mark.parametrize("model", [{"gated": False}, {"activation": "silu"}], indirect=True)
+def test_balance_gives_columns_one_length_and_leaves_the_outputs(model):
+    model = model.double().train()
+    for ffn in model.ffns:
+        columns = ffn.down_proj.weight
+        columns.data *= torch.rand(columns.shape[1]).mul(3).exp()
+        columns.data[:, 5] = 0
+        ffn.up_proj.bias = torch.nn.Parameter(torch.randn(columns.shape[1], dtype=torch.double))
+    tokens = torch.randint(0, 300, (2, 16))
+    before = model(input_ids=tokens, labels=tokens)
+    counted = [ffn.stats.take()[0] for ffn in model.ffns]
+    balance(model)
+    after = model(input_ids=tokens, labels=tokens)
+    torch.testing.assert_close(after.logits, before.logits, rtol=1e-9, atol=1e-12)
+    assert abs(after.l1 / before.l1 - 1) > 0.1
+    for ffn, counts in zip(model.ffns, counted, strict=True):
+        assert torch.equal(ffn.stats.take()[0], counts)
+        lengths = ffn.down_proj.weight.norm(dim=0)
+        expected = torch.full_like(lengths, 0.02 * 32**0.5).index_fill(0, torch.tensor(5), 0.0)
+        torch.testing.assert_close(lengths, expected, rtol=1e-9, atol=0)
+
+
+def compare(config, tmp_path, changes, rtol):
+    settings = {"tokens": 3 * 512, "log_every": 1, "dead_window_tokens": 512, "reinit": 0.1}
+    short = dataclasses.replace(config, **settings)
+    one, other = log_of(short, tmp_path / "one"), log_of(short, tmp_path / "other", **changes)
+    torch.compiler.reset()
+    assert_same_numbers(one, other, rtol)
+
+
+@pytest.mark.parametrize("changes", [{"compile": True}, {"micro_batch": 5}])
+def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch, changes):
+    passes, plain = [], build.checkpoint
+
+    def counted(function, *args, **kwargs):
+        def forward(*args, **kwargs):
+            passes.append(torch.is_grad_enabled())
+            return function(*args, **kwargs)
+
+        return plain(forward, *args, **kwargs)
+
+    monkeypatch.setattr(build, "checkpoint", counted)
+    # Inductor takes a minute. tests/gpu has it.
+    compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    with torch._dynamo.config.patch(optimize_ddp=True):  # put back
+        compare(tiny_config, tmp_path, {"checkpoint_activations": True} | changes, 2e-4)
+    # With gradients: both layers, forward and again, in three steps.
+    assert sum(passes) == (2 * 2 * 3 if "compile" in changes else 0)
+
+
+# In the same two processes: a run that does not stop, and one that stops at step 4.
+STOPPED = """
+import pathlib
+out = sys.argv[4]
+config = TrainConfig.load(sys.argv[2])
+train(config, out + "-expected", quiet=True)
+save = Run.save_checkpoint
+
+def save_and_stop(self, step):
+    save(self, step)
+    self.accelerator.wait_for_everyone()
+    raise KeyboardInterrupt
+
+Run.save_checkpoint = save_and_stop
+try:
+    train(config, out, quiet=True)
+except KeyboardInterrupt:
+    Run.save_checkpoint = save
+files = sorted(path.name for path in pathlib.Path(out, "checkpoint-00000004").iterdir())
+assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"], files
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_two_processes_resume_exactly_and_give_the_losses_of_one(tiny_config, tmp_path, kind):
+    settings = {"tokens": 8 * 512, "micro_batch": 3, "checkpoint_every": 4, "learning_rate": 1e-2}
+    config = dataclasses.replace(tiny_config, reinit=0.3, balance_every=3, **settings)
+    write_config(config, tmp_path / "config.yaml")
+    one = log_of(config, tmp_path / "one")
+    two, model = factory.launch(tmp_path, "two", kind, "--resume", prelude=STOPPED)
+    assert differences(tmp_path / "two", tmp_path / "two-expected") == []
+    assert_same_numbers(two, one, 3e-4)
+    expected = load(tmp_path / "one")[0].state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)

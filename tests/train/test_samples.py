@@ -6,15 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from tests.factories import SEED
 from tests.factories.train import BRIEF, write_pretrained
 from twell import results
 from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
-from twell.corpus.tokens import encode
 from twell.train import relufy_config, samples, train
 
 
@@ -38,10 +34,9 @@ def write(config):
 def test_without_a_source_the_teacher_writes_when_the_run_starts(teacher, tmp_path):
     config = relufy_config(teacher, [*BRIEF, "sampled_tokens=3000", "tokens=1024"])
     file, run = Path(config.source), tmp_path / "run"
-    for _ in range(2):  # the folder is not fit for a start: nothing is written for hours
-        with pytest.raises(FileNotFoundError, match="no run to resume"):
-            train(config, run, resume=True)
-        assert not file.exists()
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        train(config, run, resume=True)
+    assert not file.exists()  # the folder is refused before hours of writing
     train(config, run, quiet=True)
     assert results.load_run(run)[0]["complete"]
     text = file.read_text(encoding="utf-8")
@@ -56,30 +51,10 @@ def test_without_a_source_the_teacher_writes_when_the_run_starts(teacher, tmp_pa
         assert file.read_text(encoding="utf-8") == text and not part.exists()
 
 
-def test_samples_are_drawn_from_the_probabilities_of_the_teacher(speaker, monkeypatch):
-    monkeypatch.setattr(samples, "TEMPERATURE", 0.6)
-    model = AutoModelForCausalLM.from_pretrained(speaker)
-    tokenizer = load_tokenizer(str(speaker), 320)
-    model.generation_config.repetition_penalty = 9.0
-    plan = samples.Plan(relufy_config(speaker, ["context=16", *BRIEF[1:]]))
-    plan.first = [5]
-    torch.manual_seed(SEED)
-    texts = samples._write(model, plan, 4)
-    torch.manual_seed(SEED)
-    expected = torch.full((4, 1), 5)
-    with torch.no_grad():
-        for _ in range(15):
-            probabilities = torch.softmax(model(expected).logits[:, -1] / 0.6, -1)
-            expected = torch.cat([expected, torch.multinomial(probabilities, 1)], 1)
-    assert not (expected == tokenizer.eos_token_id).any()
-    assert texts == tokenizer.batch_decode(expected[:, 1:])
-
-
 def test_the_teacher_writes_conversations(speaker):
     fields = [*BRIEF, "sampled_tokens=3000", "sampled_chat=true", "tokens=1024"]
     tokenizer = load_tokenizer(str(speaker), 320)
     for template, words in (
-        (None, "no chat template"),
         ("{{ messages[0].content }}", "no chat template with a header"),
         ("{{ 40 * 'U: ' }}{{ messages[0].content }}", "context is 32"),
     ):
@@ -97,8 +72,6 @@ def test_the_teacher_writes_conversations(speaker):
     assert "<|endoftext|>" in "".join(text[3:] for text in texts)
     ids = config.prepare_text()[1].tokens.tolist()  # without each 20th text
     assert ids.count(tokenizer.eos_token_id) > 94 - 94 // 20
-    assert ids[:2] == encode(tokenizer, "U: ")[:2]
-    assert relufy_config(speaker, [*fields[:-2], "tokens=1024"]).source != config.source
 
 
 @pytest.mark.parametrize("share", [0.25, 0.005])  # repeated, cut
@@ -115,9 +88,6 @@ def test_a_share_of_the_text_is_written(config, monkeypatch, tmp_path, share):
     assert abs(len(rest) / len(text) - share) < 1e-3 and (len(rest) > len(written)) == (share > 0.1)
     assert (text[: len(plain)] == plain).all()
     assert (rest == written[np.arange(len(rest)) % len(written)]).all()
-    # A machine that writes other texts at a time has another text by the same name.
-    monkeypatch.setattr(samples, "SAMPLED", 2)
-    assert config("sampled_tokens=300", f"sampled_share={share}", "tokens=1024") == mixed
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(FileNotFoundError, match="elsewhere"):
         mixed.prepare_text()
