@@ -358,7 +358,7 @@ class SparseFFN(nn.Module):
             return True
         # Asked before all else: everything read here becomes a guard of compiled code.
         compiling = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if compiling and self._backend == "auto" and not self.quantized:
+        if compiling and self._backend == "auto":
             if self.chooser.path(rows.shape[0], situation_of(rows)) == "dense":
                 return True
         if (reason := why_dense(self.parts)) is not None:

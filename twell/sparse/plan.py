@@ -361,7 +361,9 @@ def _is_open(num_tokens: int) -> bool:
     # Not with the module: it loads sympy.
     from torch.fx.experimental.symbolic_shapes import statically_known_true as known
 
-    return not all(known(num_tokens <= n) or known(num_tokens > n) for n in POWERS)
+    # Not by POWERS, see `Chooser.path`.
+    powers = [1 << place for place in range(LARGEST + 1)]
+    return not all(known(num_tokens <= n) or known(num_tokens > n) for n in powers)
 
 
 def sampled_blocks(x: Tensor) -> Tensor:
