@@ -33,24 +33,20 @@ EXACT = [
     ("rowwise", 0, 70, 48, {}),
     ("rowwise", 2, 1, 16, NON_GATED),
     ("rowwise", 3, 257, 80, BIASED | HALF),
-    ("rowwise", 3, 40, 16, act("relu", 1.5) | NAN),
     ("rowwise", 3, 40, 16, act("drelu", 0.0) | INF),
     ("rowwise", 3, 40, 16, act("relu2", 1.5) | NON_GATED),
     ("rowwise", 3, 40, 48, FP8 | BIASED | NAN),
     ("twell", 0, 70, 48, {}),
-    ("twell", 2, 1, 16, NON_GATED),
     *(("twell", 2, 257, 48, {"pattern": "full", "compression": c} | NAN) for c in COMPRESSIONS),
-    ("twell", 2, 257, 48, {"pattern": "tile", "compression": 16} | BIASED | HALF),
-    ("twell", 2, 257, 48, {"pattern": "edges", "compression": 2} | NON_GATED),
+    ("twell", 2, 257, 48, {"pattern": "tile", "compression": 2} | NON_GATED | BIASED | HALF),
     ("union", 0, 70, 48, {}),
     ("union", 1, 1, 16, NON_GATED),
     ("union", 130, 130, 80, BIASED | HALF | {"layout": "transposed"}),
     ("union", 19, 140, 48, {"pattern": "empty"} | INF),
     ("union", 9, 40, 16, act("relu", 1.5) | NON_GATED | NAN),
-    ("union", 9, 40, 16, act("relu2", 1.5) | BIASED | NAN),
     ("union", 9, 40, 16, act("drelu", 1.5) | INF),
     ("union", 70, 140, 48, FP8 | BIASED | NAN),
-    ("union", 19, 140, 48, FP8 | NON_GATED | {"pattern": "edges"}),
+    ("union", 9, 40, 48, FP8 | NON_GATED | {"pattern": "edges"}),
     ("decode", 0, 70, 48, {}),
     ("decode", 1, 33, 16, BIASED | HALF),
     ("decode", 1, 20, 16, act("relu2", 0.0) | NON_GATED),
@@ -59,9 +55,7 @@ EXACT = [
     ("decode", 3, 20, 48, act("drelu", 1.5) | NAN | {"layout": "offset"}),
     ("decode", 9, 40, 16, act("relu", 1.5) | BIASED | NAN),
     ("decode", 17, 33, 80, {"pattern": "full"} | INF),
-    ("decode", 17, 40, 16, act("relu2", 1.5) | NON_GATED),
     ("decode", 19, 140, 48, FP8 | BIASED | NAN),
-    ("decode", 130, 70, 48, act("drelu", 0.0)),
 ]
 
 
@@ -100,13 +94,8 @@ def test_every_configuration_is_exact(path, architecture, monkeypatch):
     tokens = {"union": [(66, 130)], "decode": [(2, 20), (30, 130), (140, 130)]}
     for num_tokens, num_neurons in tokens.get(path, [(2, 130)]):
         assert fuzz.check(integer_case(path, **sizes(num_tokens, num_neurons, 80)), DEVICE) == 0
-
-
-@slow
-def test_more_flags_than_one_step_has(monkeypatch):
-    run_as("sm_90", monkeypatch)
-    case = integer_case("decode", **sizes(2, 600, 80), pattern="full")
-    assert fuzz.check(case, DEVICE) == 0
+    if path == "decode" and architecture == "sm_80":  # more flags than one step has
+        assert fuzz.check(integer_case(path, **sizes(2, 600, 80), pattern="full"), DEVICE) == 0
 
 
 @pytest.mark.parametrize("joined, pattern", [(2, "even"), (4, "edges"), (16, "full")])
@@ -128,34 +117,24 @@ PATHS += [("decode", num_tokens, 20) for num_tokens in (1, 3)]
 
 @pytest.mark.parametrize("path, num_tokens, num_neurons", PATHS)
 def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, num_neurons):
-    """All but three neurons are inactive, the first and last too, which may fill up a step."""
+    """All but four neurons are inactive, the first and last too, which may fill up a step.
+
+    One of the four is active for the last token alone, and only that one sees its weights.
+    """
     case = integer_case(path, **sizes(num_tokens, num_neurons), pattern="empty")
-    tensors = fuzz.layer(case, DEVICE)
-    busy = torch.tensor([5, 10, 11], device=DEVICE)
-    tensors["w_gate"][busy] = tensors["x"][0].sign()  # active for the first token at least
-    tensors["w_gate"][busy, 0] = 0  # the threshold of the others stands in this column
-    before = fuzz.run(case, tensors)
+    t = fuzz.layer(case, DEVICE)
+    busy = torch.tensor([5, 7, 10, 11], device=DEVICE)
+    t["w_gate"][busy] = t["x"][0].sign()  # active for the first token at least
+    t["w_gate"][busy, 0] = 0  # the threshold of the others stands in this column
+    t["x"][:, 1], t["x"][-1, 1], t["w_gate"][7] = 0, 1, 0
+    t["w_gate"][7, 1] = 80
+    before = fuzz.run(case, t)
     idle = torch.ones(num_neurons, dtype=torch.bool, device=DEVICE).index_fill(0, busy, False)
-    tensors["w_up"][idle] = float("nan")
-    tensors["w_down"][:, idle] = float("inf")
-    assert before[0].any() and torch.equal(fuzz.run(case, tensors), before)
-
-
-@pytest.mark.parametrize("path", OPERATORS)
-def test_infinite_up_weights_reach_only_tokens_with_that_neuron_active(path):
-    case = integer_case(path, **sizes(9, 140), pattern="edges")
-    tensors = fuzz.layer(case, DEVICE)
-    # Neuron 7 becomes active for token 5 only.
-    tensors["x"][:, 1] = 0
-    tensors["x"][5, 1] = 1
-    tensors["w_gate"][7] = 0
-    tensors["w_gate"][7, 1] = 80
-    before = fuzz.run(case, tensors)
-    tensors["w_up"][7] = float("inf")
-    after = fuzz.run(case, tensors)
-    others = torch.arange(9, device=DEVICE) != 5
-    assert torch.equal(after[others], before[others])
-    assert not after[5].isfinite().any()
+    t["w_up"][idle], t["w_down"][:, idle] = float("nan"), float("inf")
+    assert before[0].any() and torch.equal(fuzz.run(case, t), before)
+    t["w_up"][7] = float("inf")
+    after = fuzz.run(case, t)
+    assert torch.equal(after[:-1], before[:-1]) and not after[-1].isfinite().any()
 
 
 @pytest.mark.parametrize(
@@ -165,17 +144,16 @@ def test_infinite_up_weights_reach_only_tokens_with_that_neuron_active(path):
 def test_squares_overflow_in_fp16_on_every_path(path, num_tokens):
     """From g = 256 on, as torch's do, gated too, where h could be finite."""
     ffn = make(True, False, "relu2", dtype=torch.float16, sizes=(16, 16)).to(DEVICE).eval()
-    with torch.no_grad():
-        for weight in (ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight.t()):
-            weight.copy_(torch.eye(16))
-        ffn.up_proj.weight[3, 3] = 2.0**-10
-        ffn.backend, ffn.path = "triton", path
-        x = torch.zeros(num_tokens, 16, dtype=torch.float16, device=DEVICE)
-        x[0, 3] = 200
-        below = ffn(x)[0, 3]
-        x[0, 3] = 260
-        above = ffn(x)[0, 3]
-    assert below == 200**2 * 200 / 2**10
+    ffn.requires_grad_(False)
+    for weight in (ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight.t()):
+        weight.copy_(torch.eye(16))
+    ffn.up_proj.weight[3, 3] = 2.0**-10
+    ffn.backend, ffn.path = "triton", path
+    x = torch.zeros(num_tokens, 16, dtype=torch.float16, device=DEVICE)
+    x[0, 3] = 200
+    assert ffn(x)[0, 3] == 200**2 * 200 / 2**10
+    x[0, 3] = 260
+    above = ffn(x)[0, 3]
     assert above == torch.inf or (path == "dense" and not above.isfinite())
 
 
@@ -189,29 +167,27 @@ def test_squares_overflow_in_fp16_on_every_path(path, num_tokens):
         ("union", 66, NON_GATED, 64),
         ("union", 130, act("relu", 1.5), 128),
         ("union", 17, FP8, 128),
-        ("decode", 130, {}, 128),
-        ("decode", 17, act("relu", 1.5), 128),
+        ("decode", 130, act("relu", 1.5), 128),
         ("decode", 2, NON_GATED | {"pattern": "full"}, 128),
     ],
 )
 def test_activity_is_counted(path, num_tokens, changes, block_m, monkeypatch):
     """Tokens, blocks of 64, active entries and entries of the blocks' unions."""
     monkeypatch.setattr(union, "block_tokens", lambda fp8: block_m)
-    case = integer_case(path, **sizes(num_tokens, 33, 16), biases=True)
-    case = replace(case, **changes)
+    case = replace(integer_case(path, **sizes(num_tokens, 33, 16), biases=True), **changes)
     given = tensors = fuzz.layer(case, DEVICE)
     if case.fp8:
         given, tensors = fuzz.quantized(case, tensors)
     active = fuzz.exact(tensors, act=case.act)[0].to(case.dtype) != 0
-    assert active.any()
     blocks = active.split(64)
     in_unions = sum(int(block.any(0).sum()) for block in blocks)
     before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
     activity = before.clone()
     arguments = [given.get(name) for name in float8.Layer._fields]
     run(path, *arguments, act=case.act, activity=activity)
-    counted = (activity - before).tolist()
-    assert counted == [num_tokens, len(blocks), int(active.sum()), in_unions]
+    assert active.any()
+    expected = [num_tokens, len(blocks), int(active.sum()), in_unions]
+    assert (activity - before).tolist() == expected
 
 
 @pytest.mark.parametrize(

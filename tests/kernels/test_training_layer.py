@@ -10,7 +10,6 @@ from tests.factories.kernels import DEVICE
 from tests.factories.sparse import watched
 from twell.sparse import training_ops
 from twell.sparse.layer import SparseFFN
-from twell.sparse.order import TokenOrder
 from twell.sparse.training import SparseTraining
 
 PATHS = sorted(training_ops.TRAIN_PATHS)
@@ -133,11 +132,3 @@ def test_compiled_code_serves_every_capacity(path):
         sparse.capacity = capacity
         assert_close(step(sparse, x, layer=compiled), expected)
     assert counter.frame_count == 2  # for the first, and for all others
-
-
-def test_training_is_the_same_in_any_order_of_the_tokens():
-    _, sparse, x = layers()
-    expected = step(sparse, x)
-    sparse.token_order = TokenOrder.by(torch.arange(2 * TOKENS, device=DEVICE) * 7 % 11)
-    assert_close(step(sparse, x), expected)
-    assert sparse.outbox.needed is not None
