@@ -7,7 +7,7 @@ import torch
 
 from tests import fuzz
 from tests.factories import SEED
-from tests.factories.kernels import DEVICE, integer_case
+from tests.factories.kernels import DEVICE
 from tests.factories.ops import run
 from twell.kernels import common, dense
 from twell.sparse import reference
@@ -48,8 +48,3 @@ def test_dense_product_of_every_kind_of_value(dtype, gated, name, threshold):
     arguments = g, u if gated else None, threshold or None, size
     dense.relu_times_kernel[(3,)](*arguments, ACT=name, BLOCK=32)
     torch.testing.assert_close(g.flatten(), expected, rtol=0, atol=0, equal_nan=True)
-
-
-def test_no_token():
-    tensors = fuzz.layer(integer_case(), DEVICE)
-    assert run("dense", *{**tensors, "x": tensors["x"][:0]}.values()).shape == (0, 48)
