@@ -69,11 +69,10 @@ def traced(ffn, x):
 
 
 def batched(ffn, x):
-    values = dict(ffn.named_parameters())
-
     def loss(values, row):
         return torch.func.functional_call(ffn, values, (row,)).sum()
 
+    values = dict(ffn.named_parameters())
     torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x)
 
 
@@ -211,26 +210,23 @@ def test_edited_neurons_add_other_values(backend, gated):
 # --- refusals
 
 
-@pytest.mark.parametrize(
-    ("options", "value"),
-    [
-        ({"activation": "gelu"}, "'gelu'"),
-        ({"activation": "drelu", "gated": False}, "'drelu'"),
-        ({"threshold": -0.1}, "-0.1"),
-        ({"threshold": float("nan")}, "nan"),
-        ({"threshold": 0.1, "activation": "silu"}, "0.1.*'silu'"),
-        ({"backend": "cuda"}, "'cuda'"),
-        ({"activation": "silu", "backend": "auto"}, "'auto'.*'silu'"),
-        ({"hidden_size": 0}, "hidden_size is 0"),
-        ({"intermediate_size": 0}, "intermediate_size is 0"),
-    ],
-)
-def test_layers_that_cannot_be_are_refused(options, value):
-    with pytest.raises(ValueError, match=value):
-        SparseFFN(**{"hidden_size": 16, "intermediate_size": 16} | options)
+OPTIONS = [
+    ({"activation": "gelu"}, "'gelu'"),
+    ({"activation": "drelu", "gated": False}, "'drelu'"),
+    ({"threshold": -0.1}, "-0.1"),
+    ({"threshold": float("nan")}, "nan"),
+    ({"threshold": 0.1, "activation": "silu"}, "0.1.*'silu'"),
+    ({"backend": "cuda"}, "'cuda'"),
+    ({"activation": "silu", "backend": "auto"}, "'auto'.*'silu'"),
+    ({"hidden_size": 0}, "hidden_size is 0"),
+    ({"intermediate_size": 0}, "intermediate_size is 0"),
+]
 
 
-def test_inputs_paths_and_calibrations_that_do_not_fit_are_refused():
+def test_what_does_not_fit_is_refused():
+    for options, value in OPTIONS:
+        with pytest.raises(ValueError, match=value):
+            SparseFFN(**{"hidden_size": 16, "intermediate_size": 16} | options)
     ffn = make()
     with pytest.raises(ValueError, match=r"\(2, 9\).* 24"):
         ffn(torch.zeros(2, 9))
@@ -239,6 +235,9 @@ def test_inputs_paths_and_calibrations_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="hidden_size=32.*hidden_size=24"):
         ffn.calibration = small_threshold()
     assert ffn.calibration is None
+    ffn.up_proj, ffn.gate_proj = (torch.nn.Linear(24, 35).double() for _ in range(2))
+    with pytest.raises(ValueError, match="35 neurons.* 70"):  # shards would be miscounted
+        ffn(torch.randn(2, 24).double())
 
 
 def test_backends_say_why_they_are_off(monkeypatch):
