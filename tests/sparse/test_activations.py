@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -42,14 +44,18 @@ def test_values_l1_counts_and_gradients_are_those_of_the_formula(
     computed = torch.autograd.grad(y.square().sum() + (scale * l1).sum(), tensors)
     exact, h = plain(ffn, x)
     loss = exact.square().sum() + (scale * h.abs().sum(-1)).sum()
-    expected = [exact, h.abs().sum(-1), *torch.autograd.grad(loss, tensors)]
+    expected = [exact, h.abs().sum(-1), *torch.autograd.grad(loss, tensors, retain_graph=True)]
     for ours, theirs in zip([y, l1, *computed], expected, strict=True):
         assert relative(ours, theirs) < 1e-12
     g, same = ffn.activations(x)
     assert torch.equal(same, h)
     assert torch.equal(ffn.stats.take()[0], (g != 0).sum((0, 1)))
+    (expected,) = torch.autograd.grad(exact.square().sum(), x)
+    copied = copy.deepcopy(ffn).eval()  # without the graph of the last pass
+    (gradient,) = torch.autograd.grad(copied(x).square().sum(), x)
     with torch.no_grad():
-        assert relative(ffn.eval()(x), exact) < 1e-12
+        assert relative(copied(x), exact) < 1e-12 and relative(gradient, expected) < 1e-12
+    assert watched(copied, x)[1] is None and not copied.stats.counters  # nobody asked for them
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

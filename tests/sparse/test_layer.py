@@ -28,22 +28,6 @@ def half(**changes):
     return make(**{"dtype": torch.float16, "sizes": (32, 70)} | changes).to(DEVICE)
 
 
-@BACKENDS
-@GATED
-def test_gradients_copies_and_nothing_that_nobody_asked_for(gated, backend):
-    """In training mode and in evaluation; test_activations.py has the values."""
-    ffn = make(gated, True, backend=backend)
-    x = torch.randn(2, 9, 24, dtype=torch.float64, requires_grad=True)
-    y = ffn(x)
-    (expected,) = torch.autograd.grad(y.square().sum(), x)
-    copied = copy.deepcopy(ffn)  # without the graph of the last pass
-    with torch.no_grad():
-        assert relative(copied.eval()(x), y) < 1e-12
-    assert watched(ffn.eval(), x)[1] is None and not ffn.stats.counters
-    (gradient,) = torch.autograd.grad(ffn(x).square().sum(), x)
-    assert relative(gradient, expected) < 1e-12
-
-
 # --- statistics
 
 
@@ -109,23 +93,6 @@ def test_summary_against_sorting():
 
 
 # --- the kernels
-
-
-@triton_here
-@pytest.mark.parametrize(
-    ("path", "gated", "bias"),
-    [(None, True, False), ("union", False, True), ("rowwise", True, True)],
-)
-def test_triton_computes_what_dense_does(gated, bias, path, taken):
-    ffn = half(gated=gated, bias=bias).eval()
-    x = torch.randn(1, 2, 32, dtype=torch.float16, device=DEVICE)
-    exact = copy.deepcopy(ffn).double()(x.double())
-    with torch.no_grad():
-        dense = ffn(x)
-        ffn.backend, ffn.path = "triton", path
-        sparse = ffn(x)
-    assert taken == [path or "decode"]
-    assert relative(sparse, exact) < max(1.25 * relative(dense, exact), 1e-3)
 
 
 @triton_here
