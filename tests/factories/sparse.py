@@ -89,9 +89,8 @@ def make(
     """A layer with normal weights."""
     options = {"gated": gated, "bias": bias, "activation": activation, "backend": backend}
     ffn = SparseFFN(*sizes, **options, threshold=threshold, dtype=dtype)
-    with torch.no_grad():
-        for parameter in ffn.parameters():
-            parameter.normal_()
+    for parameter in ffn.parameters():
+        nn.init.normal_(parameter)
     return ffn
 
 
