@@ -10,12 +10,14 @@ import torch
 
 from tests import fuzz
 from tests.factories import SEED
-from tests.factories.kernels import DEVICE, OPERATORS, as_flags, integer_case, run_as
+from tests.factories.kernels import DEVICE, OPERATORS, integer_case, run_as
 from tests.factories.ops import run
 from tests.factories.sparse import make
-from twell.kernels import common, decode, few, gate, rowwise, union
+from twell.kernels import common, decode, dense, few, gate, rowwise, union
+from twell.kernels import float8 as float8_kernels
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
 from twell.sparse import float8
+from twell.sparse.activations import get_activation
 
 slow = pytest.mark.slow
 seeds = [*range(SEED, SEED + 3), *(pytest.param(SEED + i, marks=slow) for i in range(3, 60))]
@@ -47,6 +49,8 @@ EXACT = [
     ("union", 9, 40, 16, act("drelu", 1.5) | INF),
     ("union", 70, 140, 48, FP8 | BIASED | NAN),
     ("union", 9, 40, 48, FP8 | NON_GATED | {"pattern": "edges"}),
+    ("dense", 19, 96, 48, FP8),
+    ("dense", 19, 7, 48, FP8 | BIASED | NON_GATED),
     ("decode", 0, 70, 48, {}),
     ("decode", 1, 33, 16, BIASED | HALF),
     ("decode", 1, 20, 16, act("relu2", 0.0) | NON_GATED),
@@ -75,7 +79,13 @@ def sizes(num_tokens, intermediate_size, hidden_size=48):
 
 @pytest.mark.parametrize("seed", seeds)
 def test_random_case(seed):
-    fuzz.check(fuzz.draw(seed, large=False), DEVICE)
+    case = fuzz.draw(seed, large=False)
+    fuzz.check(case, DEVICE)
+    if DEVICE == "cpu":  # cuBLAS may round parts of a sum
+        fuzz.check(replace(case, path="dense", fp8=False), DEVICE)
+    if not case.fp8:
+        path = "rowwise" if case.path == "twell" else case.path
+        fuzz.check(replace(case, path=path, fp8=True, dtype=torch.bfloat16), DEVICE)
 
 
 @pytest.mark.parametrize("path, num_tokens, num_neurons, hidden_size, changes", EXACT, ids=str)
@@ -157,6 +167,53 @@ def test_squares_overflow_in_fp16_on_every_path(path, num_tokens):
     assert above == torch.inf or (path == "dense" and not above.isfinite())
 
 
+def hard_rows(size):
+    """Rows of every size, and zeros, the smallest and largest numbers, NaN and inf."""
+    generator = torch.Generator().manual_seed(SEED)
+    rows = torch.randn(40, size, generator=generator)
+    rows *= 10.0 ** torch.randint(-12, 12, (40, 1), generator=generator)
+    rows[0], rows[1, 0], rows[2, -1] = 0, float("nan"), float("-inf")
+    rows[3], rows[4] = 1e-40, 3e38
+    rows[5], rows[6, 0] = 0, 448.0  # alone in its row, at the end of the range
+    rows[7] = torch.linspace(-448, 448, size)  # with ties
+    return rows.bfloat16().to(DEVICE)
+
+
+@pytest.mark.parametrize("size", [16, 48, 1040])
+def test_rows_are_quantised_as_torch_rounds(size):
+    rows = hard_rows(size)
+    for given in (rows, rows[::2], rows[:, :16], rows.t()) if size == 48 else (rows,):
+        values, scale = float8_kernels.quantize(given)
+        expected, expected_scale = float8.quantize(given.contiguous())
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(scale.view(torch.int32), expected_scale.view(torch.int32))
+    values, scale = float8_kernels.quantize(rows)
+    assert scale.isnan().nonzero().flatten().tolist() == [1, 2]
+    # The reference, from its definition: no value is further than half a step of FP8 away.
+    finite = ~scale.isnan()
+    wide = values.double() * scale.double()[:, None]
+    step = torch.maximum(rows.double().abs() / 8, scale.double()[:, None] * 2.0**-9)
+    assert ((wide - rows.double()).abs() <= step / 2 * (1 + 1e-6))[finite].all()
+    assert (values.float().abs().amax(1) == 448)[rows.float().abs().amax(1) > 1e-11].sum() >= 30
+
+
+@pytest.mark.parametrize("dtype", common.DTYPES)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("name, threshold", [("relu", 0.0), ("relu2", 0.0), ("drelu", 2.5)])
+def test_dense_product_of_every_kind_of_value(dtype, gated, name, threshold):
+    act = get_activation(name, threshold)
+    special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -2.5, 3.0, 6e-8, 1e4]
+    g, u = torch.tensor(special, dtype=dtype), torch.tensor(special, dtype=dtype)
+    g, u = (part.contiguous().to(DEVICE) for part in torch.meshgrid(g, u, indexing="ij"))
+    size = 77  # not all 81: the entries behind the end stay as they are
+    product = act.of_gate(act.gate(g)).float() * (act.of_up(u.float()) if gated else 1)
+    product = product.to(dtype).flatten()
+    expected = torch.cat([product[:size], g.flatten()[size:]])
+    arguments = g, u if gated else None, threshold or None, size
+    dense.relu_times_kernel[(3,)](*arguments, ACT=name, BLOCK=32)
+    torch.testing.assert_close(g.flatten(), expected, rtol=0, atol=0, equal_nan=True)
+
+
 # Counting and chunks
 
 
@@ -222,26 +279,3 @@ def test_a_gate_that_rounds_to_zero_is_inactive(dtype):
         g = g.permute(0, 2, 1).flatten(0, 1) if by_neuron else g
         assert not g[:2, :3].any() and not (words[:, :3] if by_neuron else words[:2, :1]).any()
     assert not gate_words(x, w).any()
-
-
-@pytest.mark.parametrize(
-    "num_tokens, num_neurons, nonfinite", [(1, 300, ""), (65, 1, "nan"), (130, 300, "inf")]
-)
-@pytest.mark.parametrize("by_neuron", [True, False])
-def test_gate_bits(by_neuron, num_tokens, num_neurons, nonfinite):
-    """Bits beyond M or N are 0 within a column of words; nothing reads the rest."""
-    case = integer_case(**sizes(num_tokens, num_neurons), nonfinite=nonfinite, pattern="skewed")
-    t = fuzz.layer(case, DEVICE)
-    expected = fuzz.exact(t)[0]
-    g, words = gate.gate_bits(t["x"], t["w_gate"], t["b_gate"], by_neuron=by_neuron)
-    active = as_flags(words.t()).t() if by_neuron else as_flags(words)
-    if by_neuron:
-        g, active = g.permute(0, 2, 1).flatten(0, 1), active[:, :num_neurons]
-        assert not active[num_tokens:].any()
-    else:
-        active = active[:num_tokens, : -(-num_neurons // 32) * 32]
-        assert not active[:, num_neurons:].any()
-    g, active = g[:num_tokens, :num_neurons], active[:num_tokens, :num_neurons]
-    rounded = expected.to(case.dtype).double()
-    torch.testing.assert_close(g.double(), rounded, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(active, expected != 0)
