@@ -12,7 +12,6 @@ from tests import fuzz
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, OPERATORS, integer_case, run_as
 from tests.factories.ops import run
-from tests.factories.sparse import make
 from twell.kernels import common, decode, dense, few, gate, rowwise, union
 from twell.kernels import float8 as float8_kernels
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
@@ -153,17 +152,13 @@ def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, num_neurons
 )
 def test_squares_overflow_in_fp16_on_every_path(path, num_tokens):
     """From g = 256 on, as torch's do, gated too, where h could be finite."""
-    ffn = make(True, False, "relu2", dtype=torch.float16, sizes=(16, 16)).to(DEVICE).eval()
-    ffn.requires_grad_(False)
-    for weight in (ffn.gate_proj.weight, ffn.up_proj.weight, ffn.down_proj.weight.t()):
-        weight.copy_(torch.eye(16))
-    ffn.up_proj.weight[3, 3] = 2.0**-10
-    ffn.backend, ffn.path = "triton", path
+    one, act = torch.eye(16, dtype=torch.float16, device=DEVICE), get_activation("relu2")
+    up = one * 2.0**-10
     x = torch.zeros(num_tokens, 16, dtype=torch.float16, device=DEVICE)
     x[0, 3] = 200
-    assert ffn(x)[0, 3] == 200**2 * 200 / 2**10
+    assert run(path, x, one, up, one.t(), act=act)[0, 3] == 200**2 * 200 / 2**10
     x[0, 3] = 260
-    above = ffn(x)[0, 3]
+    above = run(path, x, one, up, one.t(), act=act)[0, 3]
     assert above == torch.inf or (path == "dense" and not above.isfinite())
 
 

@@ -14,8 +14,7 @@ from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, run_as
 from tests.factories.ops import train
-from tests.factories.sparse import make
-from twell import SparseTraining
+from twell import SparseFFN, SparseTraining
 from twell.kernels import training, weight_gradients
 from twell.kernels.paper import hybrid, hybrid_format
 from twell.sparse import hybrid_reference, training_ops
@@ -285,6 +284,5 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match=value):
             train(path, capacity, **given)
-    layer = make(True, False, "relu2", "triton", torch.float16, (16, 40))
     with pytest.raises(ValueError, match="'hybrid'.*'relu2'"):
-        SparseTraining(layer, path="hybrid")
+        SparseTraining(SparseFFN(16, 40, activation="relu2", backend="triton"), path="hybrid")
