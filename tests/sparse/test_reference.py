@@ -214,6 +214,12 @@ def test_bad_weights_and_gradients_reach_only_what_is_active(bad):
     others = torch.arange(9) != token
     assert gradients.x[others].equal(clean[3].x[others]) and not gradients.x[token].isfinite().any()
     assert gradients.w_up[~active[token]].equal(clean[3].w_up[~active[token]])
+    often = int(active.sum(0).argmax())
+    layer.w_up[often] = bad
+    gate, rest = gate_and_h(layer)[0], ~active[:, often]
+    assert rest.any() and not rest.all()
+    for y in infer(layer, gate, [ELL.pack(gate), Hybrid.pack(gate)]):
+        assert error(y[rest], clean[0][rest]) < 1e-6 and not y[~rest].isfinite().any()
 
 
 # --- refusals
