@@ -90,6 +90,8 @@ def test_summary_against_sorting():
     assert result["mean"] == pytest.approx(float(per_token.double().mean()))
     assert result["p99"] == int(per_token[989])  # 990 of 1000 tokens do not exceed it
     assert 0 < result["dead"] == pytest.approx(float((~active.any(0)).double().mean()))
+    histogram = torch.tensor([0, 985, 5, 10])  # 99% of the tokens have at most 2
+    assert summarize_activity(torch.ones(3), histogram)["p99"] == 2
 
 
 # --- the kernels
