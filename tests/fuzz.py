@@ -28,7 +28,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from math import hypot
+from math import hypot, isnan, nan
 from pathlib import Path
 
 import torch
@@ -344,14 +344,16 @@ def check(case: Case, device: torch.device | str) -> float:
         assert_same_bits([y], [run(case, given | x)], "x is quantised in another way by the path")
     if y.is_cuda:  # the interpreter runs programs one after the other
         assert_same_bits([y], [run(case, given)], "two calls, two results")
-    g, expected = exact(tensors, act=case.act)
+    options = {"act": case.act, "dense": case.path == "dense"}
+    g, expected = exact(tensors, **options)
     num_active = int(((g > 0) & expected.isfinite().all(1, keepdim=True)).sum())
     if case.values == "integer" or num_active < FEW:
         # fp32 sums of normal values are not exact: a last bit of g may differ, hence a unit of y.
         slack = 0 if case.values == "integer" else TWO_UNITS[case.dtype]
         round_h = None if case.path in ("rowwise", "twell") else case.dtype
-        _, h = exact_hidden(tensors, case.dtype, round_h, act=case.act)
-        _, expected = exact(tensors, case.dtype, round_h, act=case.act)
+        roundings = case.dtype, round_h, case.dtype if case.path == "dense" else None
+        _, h = exact_hidden(tensors, *roundings, **options)
+        _, expected = exact(tensors, *roundings, **options)
         if case.values == "integer":  # sums of larger integers are not exact
             large = h.abs() @ tensors["w_down"].double().abs().t() > LARGEST
             y, expected = y.masked_fill(large, 0), expected.masked_fill(large, 0)
@@ -394,24 +396,23 @@ def check_number(seed: int, device: str, train: bool) -> tuple[Case, float]:
         raise
 
 
-def check_range(first: int, cases: int, train: bool) -> tuple[int, dict[tuple[str, str], float]]:
-    """Check the cases of these numbers: how many failed, and the worst errors by path and type."""
+def check_numbers(numbers: range, train: bool) -> list[tuple[str, str, float]]:
+    """Path, type and error of the cases of these numbers; NaN where the case failed."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         memory.check_accesses()
-    worst: dict[tuple[str, str], float] = {}
-    failed = 0
-    for seed in range(first, first + cases):
+    checked = []
+    for seed in numbers:
+        case = draw(seed, large=device == "cuda")
         try:
             case, error = check_number(seed, device, train)
         except Exception as problem:  # one bad case must not hide the others
-            failed += 1
             notes = " ".join(getattr(problem, "__notes__", []))
             print(f"FAILED {notes}: {type(problem).__name__}: {problem}", flush=True)
-            continue
+            error = nan
         dtype = str(float8.FLOAT8 if case.fp8 else case.dtype).removeprefix("torch.")
-        worst[case.path, dtype] = max(worst.get((case.path, dtype), 0.0), error)
-    return failed, worst
+        checked.append((case.path, dtype, error))
+    return checked
 
 
 def main() -> None:
@@ -423,35 +424,27 @@ def main() -> None:
     add("--jobs", type=int, default=1, help="processes, which share the GPU")
     add("--out", help="the folder of fuzz.csv")
     options = parser.parse_args()
-    begin, size = time.monotonic(), -(-options.cases // options.jobs)
-    end = options.seed + options.cases
-    firsts = range(options.seed, end, size)
-    parts = [(first, min(size, end - first), options.training) for first in firsts]
+    begin, numbers = time.monotonic(), range(options.seed, options.seed + options.cases)
+    parts = [(numbers[job :: options.jobs], options.training) for job in range(options.jobs)]
     if options.jobs == 1:
-        checked = [check_range(*parts[0])]
+        checked = check_numbers(*parts[0])
     else:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            checked = pool.starmap(check_range, parts, chunksize=1)
-    failed = sum(number for number, _ in checked)
+            checked = sum(pool.starmap(check_numbers, parts, chunksize=1), [])
+    failed = sum(isnan(error) for *_, error in checked)
     worst: dict[tuple[str, str], float] = {}
-    for key, error in (pair for _, errors in checked for pair in errors.items()):
-        worst[key] = max(worst.get(key, 0.0), error)
+    for path, dtype, error in checked:
+        if not isnan(error):
+            worst[path, dtype] = max(worst.get((path, dtype), 0.0), error)
     done = f"{options.cases} cases from {options.seed} on {results.device_name()}"
     print(f"{done}: {failed} failed, {time.monotonic() - begin:.0f} s")
+    rows = []
     for (path, dtype), error in sorted(worst.items()):
         print(f"worst relative RMS  {path:8} {dtype:15} {error:.2e}")
+        row = {"path": "training " * options.training + path, "dtype": dtype}
+        row |= {"cases": options.cases, "failed": failed}
+        rows.append(row | {"worst_relative_rms": float(f"{error:.3g}")})
     if options.out:
-        kind = "training " if options.training else ""
-        common = {"cases": options.cases, "failed": failed}
-        rows = [
-            {
-                "path": kind + path,
-                "dtype": dtype,
-                **common,
-                "worst_relative_rms": float(f"{error:.3g}"),
-            }
-            for (path, dtype), error in sorted(worst.items())
-        ]
         command = shlex.join(["python", "-m", "tests.fuzz", *sys.argv[1:]])
         results.append_rows(Path(options.out) / "fuzz.csv", rows, results.provenance(command))
     raise SystemExit(failed > 0)

@@ -27,9 +27,3 @@ def integer_case(path="union", **changes):
 def run_as(architecture, monkeypatch):
     """Lets the interpreter take an architecture's launch options."""
     monkeypatch.setattr(options, "architecture", lambda device: architecture)
-
-
-def as_flags(words):
-    """[M, W] int32 -> [M, 32 W] bool."""
-    place = torch.arange(32, dtype=torch.int32, device=words.device)
-    return (((words[:, :, None] >> place) & 1) != 0).reshape(len(words), -1)

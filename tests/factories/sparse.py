@@ -37,7 +37,7 @@ BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-PATTERNS = ["empty", "full", "heavy", "first", "last", "one_row"]
+PATTERNS = ["empty", "full", "heavy"]
 
 
 def bits_of(tensor):
@@ -48,16 +48,12 @@ def dense_matrix(pattern, shape, dtype=torch.bfloat16):
     """NaNs with payloads, infinities, subnormals and negative numbers occur."""
     g = torch.Generator().manual_seed(SEED)
     uniform, bits = torch.rand(shape, generator=g), BITS[dtype]
-    row, column = torch.arange(shape[0])[:, None], torch.arange(shape[1])
     active = {
         "empty": uniform < 0,
         "full": uniform >= 0,
         "sparse": uniform < 0.05,
         # from rows with none to rows with nearly all
         "heavy": uniform < torch.rand(shape[0], 1, generator=g) ** 4,
-        "first": (column == 0).expand(shape),
-        "last": (column == shape[1] - 1).expand(shape),
-        "one_row": (row == shape[0] // 2).expand(shape),
     }[pattern]
     low, high = torch.iinfo(bits).min, torch.iinfo(bits).max
     sign = torch.tensor(low, dtype=bits)
@@ -89,9 +85,8 @@ def make(
     """A layer with normal weights."""
     options = {"gated": gated, "bias": bias, "activation": activation, "backend": backend}
     ffn = SparseFFN(*sizes, **options, threshold=threshold, dtype=dtype)
-    with torch.no_grad():
-        for parameter in ffn.parameters():
-            parameter.normal_()
+    for parameter in ffn.parameters():
+        nn.init.normal_(parameter)
     return ffn
 
 

@@ -161,12 +161,9 @@ def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int
     for gated, activity in several if variants == "all" else several[:1]:
         for fp8 in in_fp8:
             compile_layers(w, few, gated, activity, fp8=fp8)
-    dense.relu_times(w, w)
     others = [("relu2", 0.1, True), ("relu2", 0.0, False), ("drelu", 0.0, True)]
     for name, threshold, gated in others if variants == "all" else []:
-        act = get_activation(name, threshold)
-        compile_layers(w, SOME, gated, None, act)
-        dense.relu_times(w, w if gated else None, act)
+        compile_layers(w, SOME, gated, None, get_activation(name, threshold))
     return shared, sorted(problems)
 
 
@@ -203,6 +200,7 @@ def compile_layers(
         infer(decode, num_tokens)
     if fp8:
         return
+    dense.relu_times(x, x if gated else None, act)
     step(training, x[:256], layer, mask, 29)
     if act == RELU:  # the paper's
         twell_rowwise.ffn(x[:256], layer)
@@ -355,11 +353,12 @@ def described(argument):
     return str(argument) if plain else type(argument).__name__
 
 
-def launch_again(architecture: str) -> list[tuple[str, list, list]]:
-    """Every kernel of `Direct` twice: a name, and what Triton and then `Direct` launch."""
+def launch_again(architecture: str) -> list[tuple[list, list]]:
+    """Every kernel of `Direct` twice: what Triton launches first, and what `Direct` then does."""
     direct, run = launch_module.Direct._launch, JITFunction.run
     use(architecture, lambda: None)
     launch_module.Direct._launch, JITFunction.run = direct, run
+    twell_rowwise.ffn = lambda *given: None  # no kernels of Direct
     launched = []
 
     def init(self):
@@ -367,45 +366,20 @@ def launch_again(architecture: str) -> list[tuple[str, list, list]]:
         self._run = lambda *given: launched.append([*map(described, given)])
 
     CompiledKernel._init_handles = init
-    x = torch.empty(700, 2048, dtype=torch.bfloat16)
+    w = torch.empty(5632, 2048, dtype=torch.bfloat16)
+    activity = torch.zeros(4, dtype=torch.int64)
     results = []
-    for options.HOPPER_TILES in NEVER_HOPPER, 0:
-        for name, num_tokens, call in every_call(architecture in WITH_FP8):
-            results.append((f"{name} {num_tokens}", *twice(call, x[:num_tokens], launched)))
+    for gated, given in ((True, activity), (False, None)):
+        for fp8 in (False, True):
+            calls = partial(compile_layers, w, SOME, gated, given, fp8=fp8)
+            calls()
+            first, launched[:] = list(launched), []
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(JITFunction, "run", None)
+                calls()
+            results.append((first, list(launched)))
+            launched.clear()
     return results
-
-
-def every_call(in_fp8: bool) -> list[tuple[str, int, Callable]]:
-    """A name, a number of tokens, and a function of x for each way into the kernels."""
-    w = torch.empty(300, 2048, dtype=torch.bfloat16)
-    layer, activity = Weights(w, w, w), torch.zeros(4, dtype=torch.int64)
-    calls = [("relu_times", 300, lambda x: dense.relu_times(x, x))]
-    if in_fp8:
-        calls += [("quantize", 300, float8.quantize)]
-        calls += [("quantize h", 300, lambda x: float8.quantize(x, x, RELU))]
-    inference = [(m, decode) for m in (1, 3, 20, 500)] + [(300, rowwise), (700, union)]
-    for num_tokens, path in inference:
-        for weights in (layer, quantized(layer)) if in_fp8 else (layer,):
-            call = partial(path.ffn, weights=weights, activity=activity)  # quantises x itself
-            calls.append((path.__name__, num_tokens, call))
-    mask = torch.ones(700, dtype=torch.bool)
-    for path in TRAINING:
-        for given in Weights(w, w, w, w[:, 0].clone(), w[:, 0].clone()), Weights(None, w, w):
-            call = partial(step, path, layer=given, mask=mask, capacity=8)
-            calls.append((path.__name__, 700, call))
-    return calls
-
-
-def twice(call: Callable, x: torch.Tensor, launched: list) -> tuple[list, list]:
-    """What is launched for x, and then for other tokens, without Triton."""
-    launched.clear()
-    call(x)
-    first = list(launched)
-    launched.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "run", None)
-        call(x.clone())
-    return first, list(launched)
 
 
 def trace(architecture: str) -> list[tuple[str, list, list]]:
@@ -449,7 +423,7 @@ def launched_by(node: torch.fx.Node) -> str:
     return full_name(kernel.fn if isinstance(kernel, Autotuner) else kernel)
 
 
-def check_samples(architecture: str) -> tuple[dict, dict, dict]:
+def check_samples(architecture: str) -> tuple[list, dict, dict]:
     use(architecture, lambda compile_only, *args, **given: compile_only(*args, **given))
     return compile_samples()
 

@@ -350,15 +350,9 @@ class _Ranges:
                 result = (0, min(a[1], size)) if a[0] >= 0 else (-size, size)
             case "andi" if max(a[0], b[0]) >= 0:
                 result = 0, min(value[1] for value in (a, b) if value[0] >= 0)
-            case "xori" if b == (-1, -1):
-                result = -1 - a[1], -1 - a[0]
-            case "ori" | "xori" if min(a[0], b[0]) >= 0:
-                result = 0, 2 ** int(max(a[1], b[1])).bit_length() - 1
             case "shli" if shift:
                 result = _product(a, (2 ** b[0], 2 ** b[1]))
                 result = result if low <= result[0] and result[1] <= high else ANY
-            case "shrui" if shift and a[0] < 0:
-                result = 0, (2**bits - 1) >> b[0]
             case "shrsi" | "shrui" if shift:
                 result = _hull(x >> y for x in a for y in b)
         return self._known(result, bits)
@@ -382,7 +376,10 @@ class _Ranges:
         return [value if re.match(r"arith\.(min|max)[su]i", kind) else ANY]
 
     def _loop(self, operation: Operation) -> list[Range]:
-        """What a loop carries grows in each step as in its first one, or it has no bounds."""
+        """What a loop carries grows in each step as in its second one, or it has no bounds.
+
+        The first step may set a number that later ones set again.
+        """
         low, high, step = (self._get(name) for name in operation.operands[:3])
         number, *carried = operation.arguments[0]
         self.values[number] = low[0], high[1] - 1
@@ -395,10 +392,11 @@ class _Ranges:
             return self.run(operation.regions[0])
 
         silent, self.silent = self.silent, True
-        growth = [_growth(a, b) for a, b in zip(first, once(first), strict=True)]
+        reached = [_hull((*a, *b)) for a, b in zip(first, once(first), strict=True)]
+        growth = [_growth(a, b) for a, b in zip(reached, once(reached), strict=True)]
         grown = [
-            (low + _times(steps, down), high + _times(steps, up))
-            for (low, high), (down, up) in zip(first, growth, strict=True)
+            (low + _times(max(steps - 1, 0), down), high + _times(max(steps - 1, 0), up))
+            for (low, high), (down, up) in zip(reached, growth, strict=True)
         ]
         again = [_growth(a, b) for a, b in zip(grown, once(grown), strict=True)]
         for i, ((down, up), (lower, higher)) in enumerate(zip(growth, again, strict=True)):

@@ -11,36 +11,20 @@ tl = pytest.importorskip("triton.language")
 
 
 @triton.jit
-def sample_product_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    sums_ptr,
-    K,
-    MODE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """x w^T; MODE: the operand that is also summed in registers, or multiplied once more."""
-    m = tl.arange(0, BM)
+def sample_product_kernel(x_ptr, w_ptr, y_ptr, K, SUM: tl.constexpr, BN: tl.constexpr):
+    """x w^T, 64 columns at a time; with SUM registers also add the rows of x."""
+    m = tl.arange(0, 64)
     n = tl.arange(0, BN)
-    acc = tl.zeros((BM, BN), tl.float32)
-    squares = tl.zeros((BM, BM), tl.float32)
-    sums = tl.zeros((BM,), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
+    acc = tl.zeros((64, BN), tl.float32)
+    sums = tl.zeros((64,), tl.float32)
+    for start in range(0, K, 64):
+        k = start + tl.arange(0, 64)
         x = tl.load(x_ptr + m[:, None] * K + k[None, :])
         w = tl.load(w_ptr + n[:, None] * K + k[None, :])
         acc = tl.dot(x, w.T, acc)
-        if MODE == "x":
+        if SUM:
             sums += tl.sum(x.to(tl.float32), 1)
-        if MODE == "w":
-            sums += tl.sum(tl.reshape(w.to(tl.float32), (BM, BN // BM * BK)), 1)
-        if MODE == "two products":
-            squares = tl.dot(x, x.T, squares)
-    tl.store(y_ptr + m[:, None] * BN + n[None, :], acc)
-    tl.store(sums_ptr + m[:, None] * BM + m[None, :], squares + sums[:, None])
+    tl.store(y_ptr + m[:, None] * BN + n[None, :], acc + sums[:, None])
 
 
 @triton.jit
@@ -56,13 +40,10 @@ def sample_copy_kernel(x_ptr, y_ptr, MODE: tl.constexpr):
 
 # What `ir.overflows` reports of sample_index_kernel in 2^20 programs of width 2^14.
 INDEX_MODES = {
-    "int32": [("row * width", "17,179,852,800")],
     "late": [("row * width", "17,179,852,800")],
-    "scaled": [("(row // 64 * width + columns) * 64", "17,178,821,568")],
     "memory": [("tl.load(y_ptr + row) * width", "any number")],
     "loop": [("offset += width", "17,179,885,583")],
     "sum": [("offset = tl.sum(counts, 0) + columns", "17,179,869,184")],
-    "descriptor": [("row * width", "17,179,852,800")],
     "int64": [],
     "masked": [],
     "few": [],
@@ -70,19 +51,15 @@ INDEX_MODES = {
 
 
 @triton.jit
-def sample_index_kernel(x_ptr, y_ptr, y_desc, width, MODE: tl.constexpr):
+def sample_index_kernel(x_ptr, y_ptr, width, MODE: tl.constexpr):
     """Stores at an offset that is computed in one of several ways."""
     row = tl.program_id(0)
     columns = tl.arange(0, 16)
     offset = columns
     if MODE == "int64":
         offset = row.to(tl.int64) * width + columns
-    elif MODE == "int32":
-        offset = row * width + columns
     elif MODE == "late":
         offset = (row * width).to(tl.int64) + columns
-    elif MODE == "scaled":
-        offset = (row // 64 * width + columns) * 64
     elif MODE == "memory":
         offset = tl.load(y_ptr + row) * width + columns
     elif MODE == "masked":
@@ -95,28 +72,21 @@ def sample_index_kernel(x_ptr, y_ptr, y_desc, width, MODE: tl.constexpr):
     elif MODE == "sum":
         counts = tl.zeros((16384,), tl.int32) + tl.num_programs(0)
         offset = tl.sum(counts, 0) + columns
-    elif MODE == "descriptor":
-        columns += tl.sum(y_desc.load([row * width, 0]).to(tl.int32), 0)
     tl.store(x_ptr + offset, columns)
 
 
-def compile_samples() -> tuple[dict, dict, dict]:
-    """The problems that the three checks find in these kernels, by their MODE."""
+def compile_samples() -> tuple[list, dict, dict]:
+    """The problems that the three checks find in these kernels, by their mode."""
     import torch
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     x = torch.empty(16, dtype=torch.bfloat16)
-    y, table = x.float(), x.int()
-    buffers, indices = {}, {}
-    for mode in ("none", "x", "w", "two products"):
-        compiled = sample_product_kernel[(1,)](x, x, y, y, 1024, mode, 64, 128, 64, num_stages=3)
-        buffers[mode] = ir.races(compiled.asm["ttgir"])
-    rows, width = 2**20, 2**14
-    descriptor = TensorDescriptor.from_tensor(torch.empty(64, 16, dtype=torch.bfloat16), [16, 16])
+    y, table, rows, width = x.float(), x.int(), 2**20, 2**14
+    products = [sample_product_kernel[(1,)](x, x, y, 1024, n, 128, num_stages=3) for n in (0, 1)]
+    buffers = [ir.races(product.asm["ttgir"]) for product in products]
+    indices = {}
     for mode in INDEX_MODES:
-        compiled = sample_index_kernel[(rows,)](table, table, descriptor, width, mode)
-        shape = [*descriptor.shape, *descriptor.strides]
-        numbers = {"x_ptr": [], "y_ptr": [], "y_desc": shape, "width": [width]}
+        compiled = sample_index_kernel[(rows,)](table, table, width, mode)
+        numbers = {"x_ptr": [], "y_ptr": [], "width": [width]}
         indices[mode] = ir.overflows(compiled.asm["ttir"], numbers, (rows,))
     modes = ("once", "again", "barrier")
     kernels = {mode: sample_copy_kernel[(1,)](y, y, mode) for mode in modes}

@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 import twell
 from tests import fuzz
-from tests.factories import parallel
 from tests.factories.kernels import DEVICE, integer_case
 
 NAMES = "x", "w_gate", "w_up", "w_down_t", "b_gate", "b_up", "b_down"
@@ -62,16 +61,6 @@ def test_partial_sums_of_slices_of_neurons_are_the_layer():
     torch.testing.assert_close(sum(parts), whole, rtol=2**-9, atol=0.5)
 
 
-@pytest.mark.slow
-def test_two_processes_compute_one_layer(tmp_path):
-    """Each has half of the neurons; gloo's all-reduce adds the partial sums."""
-    sizes = [("decode", 1), ("decode", 5), ("union", 17)]
-    results = parallel.compute_by_two(parallel.cases(sizes, 73, 48), "cpu", tmp_path)
-    assert len(results) == 2 * 9
-    for result in results:
-        assert result.from_one < 8e-3 and result.from_fp64 < 8e-3, result
-
-
 @pytest.mark.parametrize(
     "activation, threshold, gated, path",
     [
@@ -120,23 +109,16 @@ def test_one_compiled_graph_serves_every_number_of_tokens():
 
 @pytest.mark.slow
 def test_gradients_and_out_under_compilation():
-    given = arguments()
-    rest, backend = list(given.values())[1:], "aot_eager"
-
-    @torch.compile(fullgraph=True, backend=backend)
-    def compute(x):
-        return twell.ffn(x, *rest, activation="relu2").sum()
-
-    gradients = []
-    for function in (compute, compute._torchdynamo_orig_callable):
-        x = given["x"].detach().requires_grad_()
-        function(x).backward()
-        gradients.append(x.grad)
+    given, gradients = arguments(), []
+    x, *rest = given.values()
+    compiled = torch.compile(twell.ffn, fullgraph=True, backend="aot_eager")
+    for function in (twell.ffn, compiled):
+        leaf = x.detach().requires_grad_()
+        function(leaf, *rest, activation="relu2").sum().backward()
+        gradients.append(leaf.grad)
     assert torch.equal(*gradients) and gradients[0].any()
     with torch.no_grad():
-        compiled = torch.compile(twell.ffn, fullgraph=True, backend=backend)
-        out = torch.empty_like(given["x"])
-        assert torch.equal(compiled(given["x"], *rest, out=out), twell.ffn(given["x"], *rest))
+        assert torch.equal(compiled(x, *rest, out=torch.empty_like(x)), twell.ffn(x, *rest))
 
 
 def test_tensors_that_the_kernels_do_not_take_are_computed_densely():
@@ -148,14 +130,6 @@ def test_tensors_that_the_kernels_do_not_take_are_computed_densely():
     torch.testing.assert_close(twell.ffn(**odd), dense(**odd))
     out = torch.empty_like(odd["x"])
     assert twell.ffn(**odd, out=out) is out and torch.equal(out, twell.ffn(**odd))
-    for change, error, value in (
-        ({"w_gate": odd["w_gate"].half()}, TypeError, "w_gate .*torch.float16"),
-        ({"out": out.float()}, TypeError, "out .*torch.float32"),
-        ({"w_gate": odd["w_gate"].t().contiguous().t()}, ValueError, "w_gate has strides"),
-        ({"b_up": odd["b_up"].to("meta")}, ValueError, "b_up is on meta"),
-    ):
-        with pytest.raises(error, match=value):
-            twell.ffn(**{**odd, **change})
 
 
 def test_autograd_learns_that_out_has_changed():
@@ -170,10 +144,13 @@ def test_autograd_learns_that_out_has_changed():
         twell.ffn(**given, out=weight)
 
 
+def tangent(f, dx):
+    return lambda x: torch.func.jvp(f, (x,), (dx.to(x),))[1]
+
+
 @pytest.mark.parametrize("path", [None, "dense"])
 def test_transforms_and_tangents_are_those_of_the_formula(path):
-    given = arguments(values="normal")
-    x, rest = given.pop("x"), list(given.values())
+    x, *rest = arguments(values="normal").values()
     dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
 
     def layer(x):
@@ -182,50 +159,45 @@ def test_transforms_and_tangents_are_those_of_the_formula(path):
     def formula(x):
         return dense(x, *rest)
 
+    expected = tangent(formula, dx)(x.double())
+    with forward_ad.dual_level():
+        dual = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, dx))).tangent
+    assert fuzz.relative_rms(dual, expected) < 2e-2
+    assert fuzz.relative_rms(tangent(layer, dx)(x), expected) < 2e-2
     for transform in (
-        lambda f, x: torch.func.jvp(f, (x,), (dx.to(x.dtype),))[1],
         lambda f, x: torch.func.grad(lambda x: (f(x) * dx).sum())(x),
         lambda f, x: torch.func.vmap(f)(torch.stack([x, 2 * x])),
     ):
         assert fuzz.relative_rms(transform(layer, x), transform(formula, x.double())) < 2e-2
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(layer(forward_ad.make_dual(x, dx))).tangent
-    expected = torch.func.jvp(formula, (x.double(),), (dx.double(),))[1]
-    assert fuzz.relative_rms(tangent, expected) < 2e-2
 
 
 def test_transforms_survive_compilation():
     """Inside of compiled code, and around it; code for plain calls stays as it is."""
-    given = arguments(values="normal")
-    x, rest = given.pop("x"), list(given.values())
+    x, *rest = arguments(values="normal").values()
     dx, ffn = torch.randn(x.shape).to(x), twell.SparseFFN(16, 40, backend="triton", dtype=x.dtype)
     ffn.to(DEVICE).eval().requires_grad_(False)
-
-    def tangent(f):
-        return lambda x: torch.func.jvp(f, (x,), (dx.to(x),))[1]
-
     for layer, formula in (
         (lambda x: twell.ffn(x, *rest), lambda x: dense(x, *rest)),
         (ffn, lambda x: F.linear(ffn.activations(x)[1], ffn.down_proj.weight)),
     ):
         torch.compiler.reset()
-        expected, wide = tangent(formula)(x), torch.compile(layer, backend="aot_eager")
-        inside = torch.compile(tangent(layer), backend="aot_eager")
-        for transformed in (inside, tangent(wide)):
+        expected, compiled = tangent(formula, dx)(x), torch.compile(layer, backend="aot_eager")
+        inside = torch.compile(tangent(layer, dx), backend="aot_eager")
+        for transformed in (inside, tangent(compiled, dx)):
             assert fuzz.relative_rms(transformed(x), expected) < 2e-2
-        assert fuzz.relative_rms(wide(x), formula(x)) < 2e-2
+        assert fuzz.relative_rms(compiled(x), formula(x)) < 2e-2
 
 
 def test_out_may_not_share_memory_with_x():
     given = arguments()
     rows = torch.cat([given["x"], given["x"][:1]])
-    x, after = rows[:9], rows[1:]
+    x = rows[:9]
     for path in ("union", "dense"):
-        for out in (x, after):
+        for out in (x, rows[1:]):
             with pytest.raises(ValueError, match="out shares memory with x"):
                 twell.ffn(**{**given, "x": x}, path=path, out=out)
     assert torch.equal(x, given["x"])
-    two = torch.stack([given["x"]] * 2)
+    two = torch.stack([x] * 2)  # one storage, and no byte of both
     y = twell.ffn(**{**given, "x": two[0]}, path="union", out=two[1])
     assert torch.equal(y, twell.ffn(**given, path="union"))
 
@@ -246,24 +218,6 @@ def test_no_neurons_are_no_sum():
     none = {n: t[:0] for n, t in given.items() if n in ("w_gate", "w_up", "w_down_t")}
     none |= {n: given[n][:0] for n in ("b_gate", "b_up")}
     assert torch.equal(twell.ffn(**given | none), given["b_down"].expand(9, 16))
-
-
-def test_bad_arguments_are_named():
-    given = arguments()
-    for change, value in (
-        ({"w_down_t": given["w_down_t"].t()}, r"w_down_t .*\(16, 40\)"),
-        ({"w_down_t": given["w_down_t"].t().contiguous().t()}, r"w_down_t .*\(1, 40\)"),
-        ({"path": "fast"}, "'fast'"),
-        ({"activation": "silu"}, "'silu'"),
-        ({"activation": "gelu"}, "'gelu'"),
-        ({"out": torch.empty(3, 16, device=DEVICE)}, "out has shape"),
-        ({"b_up": given["b_up"][:3]}, r"b_up .*\(3,\)"),
-        ({"x": given["x"][0, 0]}, "x is a single number"),
-        ({"w_up": given["w_up"][None], "w_down_t": given["w_up"][None]}, r"w_up .*\(1, 40"),
-        ({n: t.to("meta") for n, t in given.items()} | {"path": "union"}, "x is on meta"),
-    ):
-        with pytest.raises((ValueError, TypeError), match=value):
-            twell.ffn(**{**given, **change})
 
 
 def test_warming_up_needs_no_gradients():

@@ -240,45 +240,26 @@ def test_no_barrier_can_be_left_out(ignored):
 # The choice between the kernels
 
 ENOUGH = 256 * 6 - 127, 5632  # 264 tiles of 128 x 256, two for each of 132 multiprocessors
-ON_H200 = {"architecture": "sm_90", "version": "3.6.0", "interpret": False}
+GIVEN = {"num_tokens": ENOUGH[0], "num_neurons": ENOUGH[1], "k": 256, "by_neuron": True}
+GIVEN |= {"bias": False, "architecture": "sm_90", "version": "3.6.0", "interpret": False}
+CHOICES = [
+    (True, {}),
+    (False, {"num_tokens": 256 * 5}),  # fewer than two tiles a multiprocessor
+    (False, {"num_neurons": 43 * 128}),
+    (False, {"k": 240}),
+    (True, {"by_neuron": False}),
+    (False, {"by_neuron": False, "bias": True}),
+    *((False, {"architecture": name}) for name in ("sm_80", "sm_100", "gfx942", "cpu")),
+    *((True, {"version": version}) for version in ("3.6.0+git9844da95", "3.7.1")),
+    *((False, {"version": version}) for version in ("3.5.1", "3.8.0", "3.60.0", "3.10.0")),
+    (False, {"interpret": True}),
+]
 
 
-def use(monkeypatch, architecture, version, interpret):
-    """A device and a Triton, as far as the choice can see them."""
-    monkeypatch.setattr("triton.knobs.runtime.interpret", interpret)
-    monkeypatch.setattr("triton.__version__", version)
-    monkeypatch.setattr(options, "architecture", lambda device: architecture)
-    monkeypatch.setattr(options, "num_processors", lambda device: 132)
-
-
-@pytest.mark.parametrize(
-    ("expected", "changes"),
-    [
-        (True, {}),
-        (False, {"num_tokens": 256 * 5}),  # fewer than two tiles a multiprocessor
-        (False, {"num_neurons": 43 * 128}),
-        (False, {"k": 240}),
-        (True, {"by_neuron": False}),
-        (False, {"by_neuron": False, "bias": True}),
-        *((False, {"architecture": name}) for name in ("sm_80", "sm_100", "gfx942", "cpu")),
-        *((True, {"version": version}) for version in ("3.6.0+git9844da95", "3.7.1")),
-        *((False, {"version": version}) for version in ("3.5.1", "3.8.0", "3.60.0", "3.10.0")),
-        (False, {"interpret": True}),
-    ],
-)
+@pytest.mark.parametrize(("expected", "changes"), CHOICES)
 def test_hopper_takes_its_kernel_where_it_can(expected, changes, monkeypatch):
-    use(monkeypatch, **ON_H200 | {name: changes[name] for name in ON_H200 if name in changes})
-    tokens, neurons = changes.get("num_tokens", ENOUGH[0]), changes.get("num_neurons", ENOUGH[1])
-    w = torch.empty(neurons, changes.get("k", 256), dtype=torch.bfloat16, device="meta")
-    given = {"by_neuron": True, "bias": False}
-    given |= {name: changes[name] for name in given if name in changes}
-    assert options.hopper_gate(tokens, w, torch.device("cpu"), **given) == expected
-
-
-@pytest.mark.parametrize("by_neuron", [True, False])
-@pytest.mark.parametrize("version", ["3.6.0", "3.8.0"])
-def test_gate_bits_launches_the_chosen_kernel(version, by_neuron, monkeypatch):
-    launched = []
+    """And `gate_bits` launches it, with results of its layout."""
+    given, launched = GIVEN | changes, []
 
     class Recorder:
         def __init__(self, name):
@@ -287,13 +268,22 @@ def test_gate_bits_launches_the_chosen_kernel(version, by_neuron, monkeypatch):
         def __getitem__(self, grid):
             return lambda *arguments, **given: launched.append((self.name, grid, given["BM"]))
 
-    use(monkeypatch, **ON_H200 | {"version": version})
-    monkeypatch.setattr(gate, "num_processors", lambda device: 132)
+    monkeypatch.setattr("triton.knobs.runtime.interpret", given["interpret"])
+    monkeypatch.setattr("triton.__version__", given["version"])
+    monkeypatch.setattr(options, "architecture", lambda device: given["architecture"])
+    for module in (options, gate):
+        monkeypatch.setattr(module, "num_processors", lambda device: 132)
     monkeypatch.setattr(gate, "gate_bits_kernel", Recorder("any"))
     monkeypatch.setattr(gate_hopper, "gate_hopper_kernel", Recorder("hopper"))
-    x, w = (torch.empty(size, 256, dtype=torch.bfloat16) for size in ENOUGH)
-    g, bits = gate.gate_bits(x, w, None, by_neuron=by_neuron)
-    name = "hopper" if version == "3.6.0" else "any"
-    assert launched == [(name, (132,), 256 if by_neuron else 128)]
-    shapes = ((24, 5632, 64), (48, 5632)) if by_neuron else ((1409, 5632), (1536, 176))
-    assert (g.shape, bits.shape) == shapes
+    tokens, neurons, by_neuron = given["num_tokens"], given["num_neurons"], given["by_neuron"]
+    x, w = (torch.empty(n, given["k"], dtype=torch.bfloat16) for n in (tokens, neurons))
+    bias = w[:, 0].contiguous() if given["bias"] else None
+    chosen = {"by_neuron": by_neuron, "bias": given["bias"]}
+    assert options.hopper_gate(tokens, w, torch.device("cpu"), **chosen) == expected
+    if given["architecture"] != "cpu" and not given["interpret"]:
+        g, bits = gate.gate_bits(x, w, bias, by_neuron=by_neuron)
+        assert launched[0][0] == ("hopper" if expected else "any")
+    if changes in ({}, {"by_neuron": False}):
+        assert launched == [("hopper", (132,), 256 if by_neuron else 128)]
+        shapes = ((24, 5632, 64), (48, 5632)) if by_neuron else ((1409, 5632), (1536, 176))
+        assert (g.shape, bits.shape) == shapes

@@ -34,8 +34,8 @@ def test_gate_words_of_a_nan_row():
 
 def test_compressions_are_checked():
     tensors = fuzz.layer(integer_case(), DEVICE)
-    meta = {name: None if t is None else t.to("meta") for name, t in tensors.items()}
-    for given in (tensors, meta):
+    for device in (DEVICE, "meta"):
+        given = {name: None if t is None else t.to(device) for name, t in tensors.items()}
         with pytest.raises(ValueError, match="compression=3"):
             ffn_twell(**given, compression=3)
     with pytest.raises(ValueError, match="compression=1"):

@@ -4,7 +4,6 @@ tests/fuzz_training.py compares y, the L1 term, the counts and every gradient wi
 integers all sums are exact. Here are cases that a random one seldom meets.
 """
 
-import itertools
 import random
 from dataclasses import replace
 
@@ -15,8 +14,7 @@ from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, run_as
 from tests.factories.ops import train, weights_of
-from tests.factories.sparse import make
-from twell import SparseTraining
+from twell import SparseFFN, SparseTraining
 from twell.kernels import entries, training, weight_gradients
 from twell.kernels.common import Gradients
 from twell.kernels.paper import hybrid, hybrid_format
@@ -75,16 +73,14 @@ EXACT = [
     ("union", 33, 1, 16, MIXED, {"pattern": "full"}),
     ("union", 70, 20, 16, MIXED, {"pattern": "edges"}),
     ("union", 33, 20, 16, MIXED, HALF),
-    ("union", 9, 20, 16, LISTS, act("relu", 1.5)),
+    ("union", 9, 20, 16, LISTS, act("drelu", 0.0)),
     ("union", 9, 20, 16, BACKUP, act("relu", 1.5, gated=False)),
-    ("union", 9, 20, 16, BACKUP, act("relu2", 0.0)),
     ("union", 9, 20, 16, LISTS, act("relu2", 1.5, gated=False)),
     ("union", 9, 20, 16, MIXED, act("drelu", 1.5)),
     ("union", 3, 20, 16, LISTS, act("relu2", 1.5, pattern="empty")),
     pytest.param("union", 9, 140, 16, BACKUP, {"pattern": "full"} | NON_GATED, marks=slow),
-    ("hybrid", 1, 130, 16, MIXED, {"pattern": "full"}),
+    ("hybrid", 1, 129, 16, MIXED, {"pattern": "full"}),
     ("hybrid", 9, 20, 16, MIXED, HALF),
-    pytest.param("hybrid", 33, 1, 16, MIXED, {"pattern": "full"} | NON_GATED, marks=slow),
     pytest.param("hybrid", 9, 129, 16, MIXED, {"pattern": "full"} | NON_GATED, marks=slow),
     pytest.param("hybrid", 70, 40, 16, MIXED, {"pattern": "edges"}, marks=slow),
     *(
@@ -139,18 +135,19 @@ def test_a_step_beyond_the_capacity_writes_its_own_neurons_only():
 
 
 @quick_union
-def test_overflow_is_reported_and_the_least_capacity_suffices(path):
+def test_overflow_is_reported_and_the_least_capacity_suffices(path, monkeypatch):
     """The counts stay right. Some neurons are active for every token, and two tokens are heavy."""
-    step = step_of(path, 70, 140 if path == "hybrid" else 20, 16, biases=False)
-    first = step.tensors["w_gate"]
+    monkeypatch.setattr(training, "DENSE_FROM", MIXED)
+    num_neurons, capacities = (140, (1,)) if path == "hybrid" else (20, (1, 2))
+    step = step_of(path, 66, num_neurons, 16, biases=False)
     step.tensors["x"][:, 1] = 0
     step.tensors["x"][::35, 1] = 1
-    first[:, 1] = 400
-    first[::10, 0] = 40
+    step.tensors["w_gate"][:, 1] = 400
+    step.tensors["w_gate"][::10, 0] = 40
     enough, expected = step.run(140)
     needed = int(enough.needed)
-    assert path == "hybrid" or needed == -(-int(enough.token_counts.sum()) // 70)
-    for capacity in (1, needed - 1, needed):
+    assert path == "hybrid" or needed == -(-int(enough.token_counts.sum()) // 66)
+    for capacity in (*capacities, needed - 1, needed):
         trained, results = step.run(capacity)
         assert trained.needed == needed
         assert torch.equal(trained.token_counts, enough.token_counts)
@@ -162,28 +159,24 @@ def test_overflow_is_reported_and_the_least_capacity_suffices(path):
     assert_same(results, expected)
 
 
-def suffices(counts, heavy_tokens, num_tokens, capacity):
-    """Whether tokens and neurons beyond a list's length have backup rows."""
-    token_rows = hybrid_format.backup_rows(num_tokens, len(counts), capacity)
-    rows = hybrid_format.transposed_rows(num_tokens, len(counts), token_rows)
-    heavy = int((counts > hybrid_format.list_width(num_tokens)).sum())
-    return heavy_tokens <= token_rows and heavy <= rows
+@pytest.mark.parametrize("num_tokens, num_neurons", [(1, 300), (65, 1), (100_000, 5632)])
+def test_the_hybrid_format_needs_the_least_capacity_that_fits(num_tokens, num_neurons):
+    """Tokens and neurons beyond a list's length have backup rows."""
 
+    def suffices(capacity):
+        token_rows = hybrid_format.backup_rows(num_tokens, num_neurons, capacity)
+        rows = hybrid_format.transposed_rows(num_tokens, num_neurons, token_rows)
+        long = int((counts > hybrid_format.list_width(num_tokens)).sum())
+        return heavy <= token_rows and long <= rows
 
-@pytest.mark.parametrize("num_tokens", [1, 65, 100_000])
-@pytest.mark.parametrize("num_neurons", [1, 300, 5632])
-def test_needed_is_the_least_capacity_that_fits(num_tokens, num_neurons):
-    generator = torch.Generator().manual_seed(SEED)
-    for spread, part in itertools.product((0.0, 1.5, 4.0), (0.0, 0.001, 0.3, 1.0)):
-        numbers = torch.randn(num_neurons, generator=generator)
+    numbers = torch.randn(num_neurons, generator=torch.Generator().manual_seed(SEED))
+    for spread, part in ((0.0, 0.0), (1.5, 0.001), (4.0, 0.3), (0.0, 1.0), (4.0, 0.0)):
         rate = numbers.mul(spread).add(-3).exp().clamp(max=1)
         counts = (rate * num_tokens).round().int().to(DEVICE)
         heavy = torch.tensor([round(part * num_tokens)], dtype=torch.int32, device=DEVICE)
         needed = torch.empty((), dtype=torch.int64, device=DEVICE)
         hybrid_format.least_capacity(counts, heavy, num_tokens, needed)
-        least = int(needed)
-        assert suffices(counts, int(heavy), num_tokens, least)
-        assert least == 0 or not suffices(counts, int(heavy), num_tokens, least - 1)
+        assert suffices(int(needed)) and not (needed > 0 and suffices(int(needed) - 1))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +190,7 @@ def test_needed_is_the_least_capacity_that_fits(num_tokens, num_neurons):
 def test_parts_give_the_same_bits(path, module, name, monkeypatch):
     """Slabs of columns, and chunks of tokens."""
     monkeypatch.setattr(training, "DENSE_FROM", LISTS)
-    sizes = (260, 40, 16) if name == "WORKSPACE_BYTES" else (9, 20, 272)
+    sizes = (260, 40, 16) if name == "WORKSPACE_BYTES" else (3, 20, 272)
     step = step_of(path, *sizes, values="normal")
     whole = step.run(40)[1]
     monkeypatch.setattr(module, name, 1)
@@ -211,25 +204,24 @@ def test_parts_give_the_same_bits(path, module, name, monkeypatch):
 @pytest.mark.parametrize("gated", [True, pytest.param(False, marks=slow)])
 def test_a_row_that_is_not_finite_is_that_of_the_reference(gated, value):
     """In lists, where it reaches its own row of y and dx, and the weights of its active neurons."""
-    step = step_of("hybrid", 5, 20, 48, gated=gated)
+    step = step_of("hybrid", 3, 20, 16, gated=gated)
     t = step.tensors
     # No zeros where the value goes, so that it makes infinities and not only NaN.
     for w in (t["w_gate"], t["w_up"], t["w_down"].t()):
         if w is not None:
             w[:, 7] = torch.arange(20, device=DEVICE) % 2 * 2 - 1
-    t["x"][2, 7] = step.dy[3, 7] = value
+    t["x"][1, 7] = step.dy[2, 7] = value
     _, results = step.run(40)
     *expected, saved = hybrid_reference.ffn_forward(**t)
     gradients = hybrid_reference.ffn_backward(saved, step.dy, step.dl1)
     given = {n: g for n, g in zip(NAMES, gradients, strict=True) if t[n] is not None}
     assert_same(results, {"y": expected[0], "l1": expected[1], **given})
-    others = torch.arange(5, device=DEVICE) != 2
-    assert results["y"][others].isfinite().all() and not results["y"][2].isfinite().all()
+    assert results["y"][[0, 2]].isfinite().all() and not results["y"][1].isfinite().all()
 
 
 @quick_union
 def test_weights_of_inactive_neurons_do_not_matter(path):
-    step = step_of(path, 9, 140 if path == "hybrid" else 20, 16, pattern="edges")
+    step = step_of(path, 5, 140 if path == "hybrid" else 20, 16, pattern="edges")
     _, before = step.run(140)
     step.tensors["w_up"][1:-1] = float("nan")
     step.tensors["w_down"][:, 1:-1] = float("inf")
@@ -243,30 +235,30 @@ def test_weights_of_inactive_neurons_do_not_matter(path):
 
 
 @quick_union
-@pytest.mark.parametrize("names", [("x",), ("w_gate",), ("w_down",), ("b_gate", "b_up")], ids=str)
-def test_only_the_gradients_that_are_needed(path, names, monkeypatch):
+def test_only_the_gradients_that_are_needed(path, monkeypatch):
     """They equal those of a step with all gradients; the operator returns nothing for others."""
-    monkeypatch.setattr(training, "DENSE_FROM", 8)  # some in lists, some in the backup
-    step = step_of(path, 17, 20, 16)
+    monkeypatch.setattr(training, "DENSE_FROM", 2)  # some in lists, some in the backup
+    step = step_of(path, 5, 20, 16)
     expected = step.run(40)[1]
-    leaves = {n: None if t is None else t.detach() for n, t in step.tensors.items()}
-    given = [leaves[name].requires_grad_() for name in names]
-    trained = train(path, 40, **leaves)
-    needs = [name in names for name in NAMES[:6]]
-    backward = getattr(torch.ops.twell, f"train_{path}_backward")
-    returned = backward(*trained.y.grad_fn.saved_tensors, step.dy, step.dl1, needs, "relu")
-    assert [t.numel() > 0 for t in returned] == needs
-    outputs, gradients = [trained.y, trained.l1], [step.dy, step.dl1]
-    for name, gradient in zip(names, torch.autograd.grad(outputs, given, gradients), strict=True):
-        assert torch.equal(gradient, expected[name]), name
+    for names in (("x",), ("w_gate",), ("w_down",), ("b_gate", "b_up")):
+        leaves = {n: None if t is None else t.detach() for n, t in step.tensors.items()}
+        given = [leaves[name].requires_grad_() for name in names]
+        trained = train(path, 40, **leaves)
+        outputs, gradients = [trained.y, trained.l1], [step.dy, step.dl1]
+        needs = [name in names for name in NAMES[:6]]
+        backward = getattr(torch.ops.twell, f"train_{path}_backward")
+        returned = backward(*trained.y.grad_fn.saved_tensors, *gradients, needs, "relu")
+        assert [t.numel() > 0 for t in returned] == needs
+        for name, gradient in zip(names, torch.autograd.grad(outputs, given, gradients), strict=True):
+            assert torch.equal(gradient, expected[name]), name
 
 
 @quick_union
 def test_operators_keep_the_rules_of_pytorch(path):
-    tensors = step_of(path, 5, 20, 48, values="normal").tensors
+    tensors = step_of(path, 2, 20, 16, values="normal").tensors
     leaves = [t if t is None else t.detach().requires_grad_() for t in tensors.values()]
     leaves[3] = leaves[3].detach().t().requires_grad_()  # the operator takes w_down_t
-    arguments = *leaves, torch.ones(5, device=DEVICE), 20, "relu", 0.0
+    arguments = *leaves, torch.ones(2, device=DEVICE), 20, "relu", 0.0
     # On a GPU two calls may store entries in another order, which no result depends on; there
     # tests/gpu compares the code compiled by Inductor instead.
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -275,8 +267,9 @@ def test_operators_keep_the_rules_of_pytorch(path):
 
 
 @quick_union
-def test_a_graph_is_used_again_in_batches_but_has_no_second_gradients(path):
-    tensors = step_of(path, 5, 20, 48, values="normal").tensors
+def test_a_graph_is_used_again_in_batches_and_may_be_offloaded(path):
+    """There are no second gradients. Offloaded tensors come back with other strides."""
+    tensors = step_of(path, 2, 20, 16, values="normal").tensors
     x = tensors["x"].detach().requires_grad_()
     y = train(path, 20, **{**tensors, "x": x}).y
     several = torch.randn(3, *y.shape, device=DEVICE).to(y.dtype)
@@ -288,15 +281,12 @@ def test_a_graph_is_used_again_in_batches_but_has_no_second_gradients(path):
     with pytest.raises(RuntimeError, match="no autograd formula"):
         gradient.sum().backward()
 
+    def copy(tensor):  # pinned memory is allocated by shape alone
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
-@quick_union
-def test_saved_tensors_may_come_back_with_other_strides(path):
-    """As from offloading to pinned memory, which copies to `torch.empty` of the same shape."""
-    step = step_of(path, 5, 20, 48, values="normal")
-    expected = step.run(20)[1]
-    copy = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(copy, lambda tensor: tensor.to(DEVICE)):
-        assert_same(step.run(20)[1], expected)
+        y = train(path, 20, **{**tensors, "x": x}).y
+        assert torch.equal(torch.autograd.grad(y, x, several[0])[0], loop[0])
 
 
 def test_bad_input_is_named():
@@ -314,6 +304,5 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match=value):
             train(path, capacity, **given)
-    layer = make(True, False, "relu2", "triton", torch.float16, (16, 40))
     with pytest.raises(ValueError, match="'hybrid'.*'relu2'"):
-        SparseTraining(layer, path="hybrid")
+        SparseTraining(SparseFFN(16, 40, activation="relu2", backend="triton"), path="hybrid")

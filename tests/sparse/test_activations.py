@@ -1,22 +1,24 @@
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.factories.sparse import make, relative, watched
-from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models import SparseLlamaConfig
 from twell.sparse.activations import get_activation
 
 # (activation, threshold, gated)
 KINDS = [
     ("relu", 0.0, True),
-    ("relu", 0.5, True),
     ("relu", 0.5, False),
     ("relu2", 0.0, False),
     ("relu2", 0.5, True),
     ("drelu", 0.5, True),
 ]
-EACH = pytest.mark.parametrize(("activation", "threshold", "gated"), KINDS)
+BACKENDS = [(*kind, backend) for kind in KINDS for backend in ("dense", "reference")]
+BACKENDS += [("silu", 0.0, gated, "dense") for gated in (True, False)]
 
 
 def plain(ffn, x):
@@ -28,10 +30,6 @@ def plain(ffn, x):
         u = ffn.up_proj(x)
         h = h * (torch.relu(u) if ffn.activation == "drelu" else u)
     return ffn.down_proj(h), h
-
-
-BACKENDS = [(*kind, backend) for kind in KINDS for backend in ("dense", "reference")]
-BACKENDS += [("silu", 0.0, gated, "dense") for gated in (True, False)]
 
 
 @pytest.mark.parametrize(("activation", "threshold", "gated", "backend"), BACKENDS)
@@ -46,22 +44,25 @@ def test_values_l1_counts_and_gradients_are_those_of_the_formula(
     computed = torch.autograd.grad(y.square().sum() + (scale * l1).sum(), tensors)
     exact, h = plain(ffn, x)
     loss = exact.square().sum() + (scale * h.abs().sum(-1)).sum()
-    expected = [exact, h.abs().sum(-1), *torch.autograd.grad(loss, tensors)]
+    expected = [exact, h.abs().sum(-1), *torch.autograd.grad(loss, tensors, retain_graph=True)]
     for ours, theirs in zip([y, l1, *computed], expected, strict=True):
         assert relative(ours, theirs) < 1e-12
     g, same = ffn.activations(x)
     assert torch.equal(same, h)
     assert torch.equal(ffn.stats.take()[0], (g != 0).sum((0, 1)))
+    (expected,) = torch.autograd.grad(exact.square().sum(), x)
+    copied = copy.deepcopy(ffn).eval()  # without the graph of the last pass
+    (gradient,) = torch.autograd.grad(copied(x).square().sum(), x)
     with torch.no_grad():
-        assert relative(ffn.eval()(x), exact) < 1e-12
+        assert relative(copied(x), exact) < 1e-12 and relative(gradient, expected) < 1e-12
+    assert watched(copied, x)[1] is None and not copied.stats.counters  # nobody asked for them
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_values_are_torchs_bits(dtype):
     a = torch.cat([torch.randn(4096) * 3, torch.tensor([0.0, -0.0, 300.0, 1e-4, 1e38])])
     a = torch.cat([a, torch.tensor([torch.inf, -torch.inf, torch.nan])]).to(dtype)
-    relu, squared = get_activation("relu"), get_activation("relu2")
-    bits = torch.int16
+    relu, squared, bits = get_activation("relu"), get_activation("relu2"), torch.int16
     assert torch.equal(relu.gate(a).view(bits), torch.relu(a).view(bits))
     ours = squared.hidden(squared.gate(a), None)
     assert torch.equal(ours.view(bits), torch.relu(a).square().view(bits))
@@ -71,7 +72,7 @@ def test_values_are_torchs_bits(dtype):
         assert torch.equal(g[g != 0].view(bits), a[g != 0].view(bits))  # NaN among them
 
 
-@EACH
+@pytest.mark.parametrize(("activation", "threshold", "gated"), KINDS)
 def test_empty_full_and_special_rows(activation, threshold, gated):
     """A row of each kind beside ordinary ones, which it does not change."""
     ffn = make(gated, True, activation, threshold=threshold, sizes=(24, 71)).eval()
@@ -88,18 +89,13 @@ def test_empty_full_and_special_rows(activation, threshold, gated):
     assert torch.equal(y[0], ffn.down_proj.bias) and not y[2:4].isfinite().any()
 
 
-def test_a_saved_model_keeps_activation_and_threshold(tmp_path):
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes["num_attention_heads"] = 2
-    config = SparseLlamaConfig(**sizes, hidden_act="relu2", activation_threshold=0.125)
-    model = SparseLlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path)
-    loaded = SparseLlamaForCausalLM.from_pretrained(tmp_path)
-    ids = torch.arange(12)[None]
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
-    assert [ffn.act for ffn in loaded.ffns] == [get_activation("relu2", 0.125)] * 2
-    assert loaded.config.hidden_act == "relu2" and loaded.config.activation_threshold == 0.125
+def test_a_saved_configuration_keeps_the_threshold(tmp_path):
+    """tests/models/test_llama.py saves models."""
+    config = SparseLlamaConfig(hidden_act="relu2", activation_threshold=0.125)
+    config.save_pretrained(tmp_path)
+    loaded = SparseLlamaConfig.from_pretrained(tmp_path)
+    assert loaded.hidden_act == "relu2" and loaded.activation_threshold == 0.125
     with pytest.raises(KeyError, match="relu2_above_threshold"):  # it would ignore the threshold
-        LlamaForCausalLM.from_pretrained(tmp_path)
+        LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path, num_hidden_layers=1))
     with pytest.raises(ValueError, match="activation_threshold 0.0"):
         SparseLlamaConfig.from_dict(config.to_dict() | {"activation_threshold": 0.0})

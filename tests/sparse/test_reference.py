@@ -1,6 +1,5 @@
 """The reference against dense products and autograd in fp64, and against dense in 16 bits."""
 
-import itertools
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,10 +14,7 @@ from twell import reference as r
 from twell.sparse.activations import get_activation
 from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
 
-SIZES = pytest.mark.parametrize(("num_tokens", "n"), [(0, 300), (1, 257), (130, 100)])
 GATED = pytest.mark.parametrize("gated", [True, False])
-
-
 NAMES = ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"]
 K = 24
 
@@ -32,10 +28,8 @@ def cast(layer, dtype):
     return SimpleNamespace(**tensors)
 
 
-def tensors_of(
-    num_tokens, n, pattern, gated=True, biases=True, dtype=torch.float64, k=K, seed=SEED
-):
-    options = {"gated": gated, "biases": biases, "pattern": pattern, "seed": seed}
+def tensors_of(num_tokens, n, pattern, gated=True, biases=True, dtype=torch.float64, k=K):
+    options = {"gated": gated, "biases": biases, "pattern": pattern, "seed": SEED}
     case = fuzz.Case("reference", num_tokens, n, k, dtype=torch.float16, **options)
     return cast(SimpleNamespace(**fuzz.layer(case, "cpu")), dtype)
 
@@ -95,11 +89,10 @@ def assert_close(got, expected):
 
 
 @pytest.mark.parametrize("biases", [True, False])
-@SIZES
 @torch.no_grad()
-def test_dense_layers_are_those_of_llama_and_torch(num_tokens, n, biases):
-    layer = tensors_of(num_tokens, n, "even", biases=biases)
-    config = {"hidden_size": K, "num_attention_heads": 1, "intermediate_size": n}
+def test_dense_layers_are_those_of_llama_and_torch(biases):
+    layer = tensors_of(7, 257, "even", biases=biases)
+    config = {"hidden_size": K, "num_attention_heads": 1, "intermediate_size": 257}
     for activation in ("relu", "silu"):
         mlp = LlamaMLP(LlamaConfig(**config, hidden_act=activation, mlp_bias=biases)).double()
         for kind in ("gate", "up", "down"):
@@ -108,14 +101,16 @@ def test_dense_layers_are_those_of_llama_and_torch(num_tokens, n, biases):
             if biases:
                 part.bias.copy_(getattr(layer, f"b_{kind}"))
         assert_close(r.ffn(**vars(layer), act=get_activation(activation)), mlp(layer.x))
-    layer = tensors_of(num_tokens, n, "even", gated=False, biases=biases)
+    layer = tensors_of(7, 257, "even", gated=False, biases=biases)
     h = nn.functional.linear(layer.x, layer.w_up, layer.b_up).relu()
     assert_close(r.ffn(**vars(layer)), nn.functional.linear(h, layer.w_down, layer.b_down))
 
 
-@pytest.mark.parametrize(("gated", "biases"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("pattern", ["empty", "full", "even", "heavy"])
-@SIZES
+@pytest.mark.parametrize(("gated", "biases"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("num_tokens", "n", "pattern"),
+    [(0, 300, "even"), (1, 257, "full"), (130, 100, "empty"), (130, 100, "heavy")],
+)
 def test_inference_and_training_against_autograd(num_tokens, n, pattern, gated, biases):
     layer = tensors_of(num_tokens, n, pattern, gated, biases)
     dy, dl1 = torch.randn(num_tokens, K).double(), torch.randn(num_tokens).double()
@@ -144,8 +139,7 @@ def test_inference_and_training_against_autograd(num_tokens, n, pattern, gated, 
 def test_l1_gradient_where_an_active_h_is_zero(step):
     """u = 0 at an active neuron: the L1 term has gradient 0 there, the others go on."""
     layer = tensors_of(7, 300, "full", biases=False)
-    with torch.no_grad():
-        layer.w_up[:100] = 0
+    layer.w_up.data[:100] = 0
     dy, dl1 = torch.zeros(7, K, dtype=torch.float64), torch.ones(7, dtype=torch.float64)
     dy[3] = torch.randn(K, dtype=torch.float64)
     expected = dense_gradients(layer, dy, dl1)
@@ -156,22 +150,11 @@ def test_l1_gradient_where_an_active_h_is_zero(step):
         assert_close(getattr(gradients, name), expected[name])
 
 
-def undecided(layer):
-    """Whether a gate is so near zero that rounding of its sum decides whether it is active."""
-    with torch.no_grad():
-        x, w, b = (tensor.double() for tensor in (layer.x, *first(layer)))
-        sums = r.linear(x.abs(), w.abs(), b.abs())
-        return bool((r.linear(x, w, b).abs() <= 2.0**-20 * sums).any())
-
-
 @GATED
-@pytest.mark.parametrize("pattern", ["full", "even", "heavy"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_no_less_exact_than_the_dense_layer(dtype, pattern, gated):
-    # Where rounding decides a gate, fp64 may have a gradient that both layers lack.
-    seeds, sizes = itertools.count(SEED), (130, 1000, pattern, gated)
-    while undecided(layer := tensors_of(*sizes, dtype=dtype, k=64, seed=next(seeds))):
-        pass
+def test_no_less_exact_than_the_dense_layer(dtype, gated):
+    """All neurons are active: near zero a rounding may decide, and change a gradient."""
+    layer = tensors_of(130, 300, "full", gated, dtype=dtype, k=64)
     exact = cast(layer, torch.float64)
     dy, dl1 = torch.randn(130, 64).to(dtype), torch.rand(130)
     expected_y, (_, expected_h) = r.ffn(**vars(exact)), gate_and_h(exact)
@@ -192,9 +175,6 @@ def test_no_less_exact_than_the_dense_layer(dtype, pattern, gated):
                 got = getattr(gradients, name)
                 assert got.dtype == dtype
                 assert error(got, gradient) <= 1.25 * error(dense[name], gradient), name
-
-
-# --- non-finite values
 
 
 @GATED
@@ -234,6 +214,12 @@ def test_bad_weights_and_gradients_reach_only_what_is_active(bad):
     others = torch.arange(9) != token
     assert gradients.x[others].equal(clean[3].x[others]) and not gradients.x[token].isfinite().any()
     assert gradients.w_up[~active[token]].equal(clean[3].w_up[~active[token]])
+    often = int(active.sum(0).argmax())
+    layer.w_up[often] = bad
+    gate, rest = gate_and_h(layer)[0], ~active[:, often]
+    assert rest.any() and not rest.all()
+    for y in infer(layer, gate, [ELL.pack(gate), Hybrid.pack(gate)]):
+        assert error(y[rest], clean[0][rest]) < 1e-6 and not y[~rest].isfinite().any()
 
 
 # --- refusals

@@ -1,11 +1,9 @@
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
 import torch
 import yaml
-from torch import nn
 
 from tests.factories.sparse import on_cpu
 from tests.factories.train import launch, series, stop_training, stream_config
@@ -118,26 +116,3 @@ def test_runs_that_cannot_be_sparse_are_as_before(tiny_config, tmp_path, fake):
     for log in logs[1:]:
         # the same initial weights, though they are stored in another order
         np.testing.assert_allclose(series(log, "loss"), series(logs[0], "loss"), rtol=1e-5)
-
-
-@pytest.mark.slow  # tests/kernels/test_training_layer.py covers a layer
-# Put back what training sets.
-@torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256)
-@torch._dynamo.config.patch(allow_unspec_int_on_nn_module=False, optimize_ddp=True)
-def test_training_with_the_kernels_is_close_to_dense(tiny_config, tmp_path, monkeypatch):
-    if not torch.cuda.is_available():  # inductor's code for the other modules takes most time
-        eager = functools.partialmethod(nn.Module.compile, backend="aot_eager")
-        monkeypatch.setattr(nn.Module, "compile", eager)
-    sizes = dict.fromkeys(("context", "batch_tokens", "valid_tokens"), 16) | BF16
-    settings = sizes | {"tokens": 2 * 16, "intermediate_size": 80, "log_every": 1}
-    logs = []
-    for backend in ("dense", "triton"):
-        options = settings | {"backend": backend, "compile": backend == "triton"}
-        run = dataclasses.replace(tiny_config, **options)
-        logs.append(results.load_run(train(run, tmp_path / backend, quiet=True))[1])
-    torch.compiler.reset()
-    # Half of the neurons are active at first.
-    assert series(logs[1], "repeated_steps").tolist() == [1, 1]
-    for metric in ("loss", "l1", "grad_norm", "active_mean"):
-        expected, options = series(logs[0], metric), {"rtol": 1e-2, "err_msg": metric}
-        np.testing.assert_allclose(series(logs[1], metric), expected, **options)
