@@ -32,23 +32,19 @@ def test_the_root_is_found_from_below_and_missing_elsewhere(tmp_path):
 
 # --- provenance
 
+CLUSTER = {"WORLD_SIZE": "16"}  # no launch
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "no",  # set by Accelerate's launcher
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
     "FSDP_OFFLOAD_PARAMS": "false",  # the default
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "1",
 }
-LAUNCH = (
-    "accelerate launch --use_fsdp --fsdp_version 2 --fsdp_transformer_layer_cls_to_wrap "
-    "LlamaDecoderLayer --num_machines 2 --num_processes 2"
-)
-STARTS = [({"WORLD_SIZE": "16"}, "python"), (FSDP, LAUNCH)]  # the first is a cluster's variable
+LAUNCH = "accelerate launch --use_fsdp --fsdp_version 2 --num_machines 2 --num_processes 2"
 
 
-@pytest.mark.parametrize(("environment", "start"), STARTS)
+@pytest.mark.parametrize(("environment", "start"), [(CLUSTER, "python"), (FSDP, LAUNCH)])
 def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
     for name in {*FSDP, *results.FSDP_DEFAULTS}:
         monkeypatch.delenv(name, raising=False)
@@ -81,16 +77,15 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     assert results.commit() == "given"
 
 
-@pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
-def test_nothing_is_kept_without_provenance(tmp_path, missing):
-    origin = PROVENANCE | {missing: ""}
-    for write in (
-        lambda: results.write_run(tmp_path / "run", {}, origin),
-        lambda: results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin),
-        lambda: results.write_evaluation(tmp_path / "c.json", origin | {"lm_eval": {}}),
-    ):
+def test_nothing_is_kept_without_provenance(tmp_path):
+    for missing in results.PROVENANCE_FIELDS:
+        origin = PROVENANCE | {missing: ""}
         with pytest.raises(ValueError, match=missing):
-            write()
+            results.write_run(tmp_path / "run", {}, origin)
+        with pytest.raises(ValueError, match=missing):
+            results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin)
+        with pytest.raises(ValueError, match=missing):
+            results.write_evaluation(tmp_path / "c.json", origin | {"lm_eval": {}})
     assert not any(tmp_path.iterdir())
 
 
@@ -155,10 +150,10 @@ def test_runs_are_read_back(tmp_path):
 
 
 def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
-    patterns = (("*", FileNotFoundError), ("x* y", FileNotFoundError), ("/x", ValueError))
-    for pattern, error in patterns:
-        with pytest.raises(error, match=str(tmp_path)):
-            results.load_runs(tmp_path, pattern)
+    with pytest.raises(FileNotFoundError):
+        results.load_runs(tmp_path)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        results.load_runs(tmp_path, "/x")
     runs, log = results.load_runs(tmp_path, "85m-*", required=False)
     assert runs.empty and runs[runs["complete"]].empty
     assert log.empty and list(log) == ["run", *results.LOG_COLUMNS]
@@ -167,7 +162,6 @@ def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
 DAMAGED = [
     ("log.csv", b"step,value\n1,2\n"),
     ("log.csv.xz", lzma.compress(HEADER.encode())[:-9]),
-    ("provenance.json", b"{}"),
     ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}).encode()),
     ("config.yaml", b"text"),
 ]
@@ -205,7 +199,7 @@ def test_evaluations_are_read_back(tmp_path):
         results.load_evaluations(tmp_path)
     results.write_evaluation(tmp_path / "b.json", record)  # the new one takes its place
     assert not packed.exists() and results.load_evaluations(tmp_path)[1] == record
-    for damaged in ("{", "[1]", '"text"', '{"model": {"name": "a"}, "backend": "dense"}'):
+    for damaged in ("{", "[1]", '{"model": {"name": "a"}, "backend": "dense"}'):
         (tmp_path / "c.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"c\.json"):
             results.load_evaluations(tmp_path)
