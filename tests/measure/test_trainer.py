@@ -30,7 +30,7 @@ def build(dense_kernels):
     return build
 
 
-@pytest.mark.parametrize("num_tokens, chunk", [(1, 1), (7, 3), (10, 64)])
+@pytest.mark.parametrize("num_tokens, chunk", [(7, 3), (10, 64)])
 def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, monkeypatch):
     monkeypatch.setattr(trainer, "LOSS_CHUNK", chunk)
     g = torch.Generator().manual_seed(SEED)
@@ -50,8 +50,6 @@ def test_the_cross_entropy_in_chunks_is_that_of_the_whole(num_tokens, chunk, mon
     torch.testing.assert_close([chunked, *gradients[0]], [whole, *gradients[1]])
     # Each chunk again in the backward pass.
     assert max(sizes) == min(chunk, num_tokens) and sum(sizes) == 2 * num_tokens
-    value = chunked_cross_entropy(hidden, weight, labels)
-    torch.testing.assert_close(value, whole, rtol=1e-5, atol=0, check_dtype=False)
 
 
 def test_providers_take_the_same_steps_from_the_same_weights(build, monkeypatch):
@@ -116,9 +114,10 @@ def test_checkpointed_layers_compute_again(build, provider):
     torch.testing.assert_close(results[True], results[False], rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("most", [0, 3, 53, 297])
+@pytest.mark.parametrize("most", [0, 297])
 def test_the_largest_micro_batch_is_found(build, monkeypatch, most):
     trainer, tried = build(), set()
+    trainer.config.context = 4
 
     def step():
         tried.add(len(trainer.tokens))
@@ -129,7 +128,7 @@ def test_the_largest_micro_batch_is_found(build, monkeypatch, most):
     trainer.become(DENSE_EAGER, 0.0)
     result = trainer.largest()
     assert 0.96 * most <= result <= most and len(tried) <= 14
-    assert len(trainer.tokens) == result and trainer.labels.shape == (result * 32,)
+    assert len(trainer.tokens) == result and trainer.labels.shape == (result * 4,)
 
 
 def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
@@ -147,13 +146,9 @@ def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
             trainer.sparse.capacity = trainer.sparse.capacities[-1]
         return result
 
-    def largest(self):
-        self.draw(7)
-        return 7
-
     monkeypatch.setattr(Trainer, "step", logged)
     monkeypatch.setattr(Trainer, "steps", with_large_buffers)
-    monkeypatch.setattr(Trainer, "largest", largest)
+    monkeypatch.setattr(Trainer, "largest", lambda trainer: trainer.draw(7) or 7)
     options = {"largest": True, "profile": "paper", "energy": True, "out": tmp_path}
     rows = train_step("quick", [*TINY, "checkpoint_activations=true"], active=4, **options)
     assert all(list(row) == COLUMNS["train_step"] for row in rows)
