@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -138,49 +137,44 @@ def chromium() -> Iterator:
 
 
 @contextlib.contextmanager
-def jupyter_lab(folder: Path, root: Path, theme: str = "JupyterLab Light") -> Iterator[str]:
-    """A JupyterLab that shows a folder `root` and keeps its own files in `folder`; its address."""
-    extensions = folder / "settings" / "@jupyterlab"
+def jupyter_lab(folder: Path, root: Path) -> Iterator[str]:
+    """A dark JupyterLab that shows `root` and keeps its own files in `folder`; its address."""
     settings = {
-        "apputils-extension/themes": {"theme": theme},
+        "apputils-extension/themes": {"theme": "JupyterLab Dark"},
         "apputils-extension/notification": {"fetchNews": "false"},
         "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
     }
     for name, values in settings.items():
-        path = extensions / f"{name}.jupyterlab-settings"
+        path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": root}
     command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
-    command += ["--IdentityProvider.token="]
-    command += [f"--ServerApp.{name}={option}" for name, option in options.items()]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={root}"]
+    command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
     folders = "JUPYTER_CONFIG_DIR JUPYTER_DATA_DIR JUPYTER_RUNTIME_DIR IPYTHONDIR".split()
     environment = {name: str(folder / name) for name in folders} | {
         "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
-    address = f"http://127.0.0.1:{port}"
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
-        try:
-            for _ in range(300):
-                try:
-                    urllib.request.urlopen(f"{address}/api/status", timeout=5).close()
-                    break
-                except OSError:
-                    assert server.poll() is None, (folder / "log").read_text()
-                    time.sleep(0.2)
-            yield address
-        finally:
-            server.send_signal(signal.SIGTERM)
+    try:
+        while True:
             try:
-                server.wait(20)
-            except subprocess.TimeoutExpired:
-                server.kill()
+                urllib.request.urlopen(f"{address}/api/status", timeout=5).close()
+                break
+            except OSError:
+                assert server.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+        yield address
+    finally:
+        server.terminate()
+        server.wait(20)
 
 
 def settle(page):
@@ -234,6 +228,14 @@ def go_to(page, address):
         address,
     )
     settle(page)
+
+
+def watch(page) -> list[str]:
+    """Return a list that every message and error of a page is added to."""
+    wrong: list[str] = []
+    for event in ("console", "pageerror", "dialog"):
+        page.on(event, lambda message, event=event: wrong.append(f"{event}: {message}"))
+    return wrong
 
 
 def drag(page, start, end):

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tests.browser import IN_BROWSER, click, go_to, settle, texts, values
+from tests.browser import IN_BROWSER, click, go_to, settle, texts, values, watch
 from twell import inspector, results, trace
 from twell.__main__ import main
 
@@ -23,8 +23,7 @@ def open_atlas(browser):
         page = browser.new_page(viewport={"width": 1400, "height": 900})
         pages.append(page)
         page.files = []
-        for event in ("console", "pageerror", "dialog"):
-            page.on(event, lambda said, event=event: wrong.append(f"{event}: {said}"))
+        wrong.append(watch(page))
         page.on("request", lambda one: page.files.append(one.url.removeprefix(folder.as_uri())))
         page.goto(f"{(folder / 'index.html').as_uri()}{address}")
         page.wait_for_selector(wait, state="attached")
@@ -34,7 +33,7 @@ def open_atlas(browser):
     for page in pages:
         page.close()
         assert all(name[0] == "/" for name in page.files)
-    assert not wrong
+    assert not any(wrong)
 
 
 def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_path):

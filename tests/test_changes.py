@@ -8,18 +8,13 @@ import torch
 import traitlets
 
 import twell
-from tests.browser import in_browser, show_live, texts
+from tests.browser import in_browser, texts
 from tests.factories import SEED
 from tests.factories.inspector import make_trace, unpack
 from twell import trace
 from twell.trace import trace_text
 
 TEXT = "ba de fun " * 9
-
-
-@pytest.fixture(scope="module")
-def pair(tiny_run):
-    return twell.load(tiny_run)
 
 
 @torch.no_grad()
@@ -98,12 +93,10 @@ def test_changes_that_cannot_be_are_refused(pair):
         (one, {"layer": 2, "neuron": 0, "scale": 0}, "layer 2"),
         (one, {"layer": 0, "neuron": 96, "scale": 0}, "neuron 96"),
         (one, {"layer": 0, "neuron": 1}, "scale or value"),
-        (one, {"layer": 0, "neuron": 1, "scale": float("inf")}, "finite"),
-        (one, {"layer": 0, "scale": 1}, "layer, neuron, and scale or value"),
-        (one, {"layer": 0, "neuron": 1, "factor": 1}, "layer, neuron, and scale or value"),
+        (one, {"layer": 0, "neuron": 1, "factor": 1}, "scale or value"),
         (twell.inspect(pair, ("ba", "de")), fine, "compares already"),
         (twell.inspect(make_trace(SEED)[0]), fine, "there is no model"),
-        (twell.inspect(traced, model=pair, start=3), fine, "begins at position 3"),
+        (twell.inspect(traced, model=pair, start=3), fine, "position 3"),
     ]:
         with pytest.raises(traitlets.TraitError, match=words):
             view.changes = [change]
@@ -111,23 +104,6 @@ def test_changes_that_cannot_be_are_refused(pair):
 
 
 # --- in a browser
-
-
-@pytest.fixture
-def live(browser):
-    """Open a page with a live widget; an error in it fails the test."""
-    wrong = []
-    page = browser.new_page()
-    for event in ("console", "pageerror"):
-        page.on(event, lambda said, event=event: wrong.append(f"{event}: {said}"))
-
-    def go(widget):
-        show_live(page, widget)
-        return page
-
-    yield go
-    page.close()
-    assert not wrong
 
 
 @in_browser

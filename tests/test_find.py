@@ -3,7 +3,7 @@
 import numpy as np
 
 import twell
-from tests.browser import IN_BROWSER, click, drag, settle, show_live, state, texts
+from tests.browser import IN_BROWSER, click, drag, settle, state, texts
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace
 from twell import inspector, trace
@@ -203,12 +203,10 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
         assert (1, 7) in hits(page)
 
 
-def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run, tmp_path):
+def test_the_widget_computes_what_is_asked_for_and_keeps_notes(live, tiny_run, tmp_path):
     trace.aggregate_run(tiny_run, tokens=256).save(tmp_path / "a.npz")
     view = {"layer": 1, "neuron": 5, "aggregate": tmp_path / "a.npz"}
-    widget = twell.inspect(tiny_run, "ba de fun", **view)
-    page = browser.new_page()
-    show_live(page, widget)
+    page = live(twell.inspect(tiny_run, "ba de fun", **view))
     page.locator(".tw-both-words").wait_for()
     page.locator("[aria-label=examples] option").nth(1).wait_for(state="attached")
     page.locator(".tw-noting").fill("ends of words")
@@ -221,4 +219,3 @@ def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run
         page.locator(shown, has_not_text="fun").wait_for()
         settle(page)
         assert hits(page) == [(1, 5)] and page.locator(".tw-both-words .tw-word").count() == 20
-    page.close()
