@@ -70,8 +70,7 @@ def test_a_recorded_run_is_trained_again_with_its_fields(name):
 def test_a_run_with_other_fields_has_them_in_its_name():
     command, kept = record.training("relufy-0.1:tokens=8e7,seed=1")
     config = config_of(command.format(**PLACES))
-    assert (config["tokens"], config["seed"]) == (8e7, 1)
-    assert (config["l1_stage_steps"], config["valid_every"], config["log_every"]) == (80, 240, 40)
+    assert (config["tokens"], config["seed"], config["l1_stage_steps"]) == (8e7, 1, 80)
     assert "{out}/runs/relufy-0.1-tokens-8e7-seed-1 " in kept
 
 
@@ -106,13 +105,13 @@ def keep_run(run, tasks, out, monkeypatch):
     keep.main()
 
 
-def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatch, capsys):
+def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatch):
     """Its log, its activity as the log has it, and answers; the weights are deleted."""
     monkeypatch.setenv("TWELL_CACHE", str(tiny / "cache"))
     run, out = tmp_path / "run", tmp_path / "kept"
     shutil.copytree(tiny / "run", run)
     keep_run(run, tasks_folder, out, monkeypatch)
-    assert "the weights are deleted" in capsys.readouterr().out and not (run / "model").exists()
+    assert not (run / "model").exists()
     row, log = results.load_run(out / "runs" / "run")
     pd.testing.assert_frame_equal(log, results.load_log(tiny / "run" / "log.csv"))
     assert row["complete"] and "study.keep" in (out / "runs/run/provenance.json").read_text()
@@ -120,15 +119,13 @@ def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatc
     logged = analysis.logged_layers(log, row["intermediate_size"])
     assert kept["value"].tolist() == pytest.approx(logged["mean"].tolist(), rel=1e-3)
     asked = results.load_kept(out / "eval", ".csv.xz")
-    assert asked.groupby("task").size().to_dict() == dict.fromkeys(keep.TASKS, 2) | {
-        "held_out_text": 16
-    }
+    items = dict.fromkeys(keep.TASKS, 2) | {"held_out_text": 16}
+    assert asked.groupby("task").size().to_dict() == items
     loss = asked.loc[asked["task"] == "held_out_text", "nats"].mean()
     last = analysis.last_validation(log.assign(run="run")).query("metric == 'cross_entropy'")
     assert loss == pytest.approx(last["value"].item(), rel=1e-4)
     with pytest.raises(SystemExit):  # another run of this name
         keep_run(tiny / "run", tasks_folder, out, monkeypatch)
-    assert "holds a run run; give another --out" in capsys.readouterr().err
     assert (tiny / "run" / "model").is_dir()
 
 

@@ -17,10 +17,6 @@ from tests.factories.analysis import (
 )
 
 
-def rows(table, *columns):
-    return sorted(table[list(columns)].itertuples(index=False, name=None))
-
-
 def answers(run, right, task="arc_easy", seed=0):
     random = np.random.default_rng(seed)
     correct = (random.random(400) < right).astype(int)
@@ -44,9 +40,6 @@ def test_answers_are_paired_over_items_and_seeds():
     single = of([0.6], [0.3])
     assert single["verdict"] == "one seed" and np.isnan(single["seeds"])
     assert not of([0.2] * 3, [0.2] * 3)["above_chance"]
-    with pytest.raises(ValueError, match="items of arc_easy: .'d': 400, 's': 399"):
-        parts = [answers("d", 0.6), answers("s", 0.3)[1:]]
-        analysis.paired_runs(pd.concat(parts), ["d"], ["s"])
 
 
 def test_models_are_compared_item_by_item():
@@ -67,12 +60,6 @@ def test_models_are_compared_item_by_item():
     bounds = table.loc["mean", ["low", "high"]].to_numpy(float)
     expected = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
     np.testing.assert_allclose(bounds, expected, atol=0.005)
-    assert table["high"]["piqa"] - table["low"]["piqa"] < 0.3 * (
-        table["high"]["arc_easy"] - table["low"]["arc_easy"]
-    )
-
-
-DENSE, AUTO, UNION, DECODE = "dense torch.compile", "auto", "triton union", "triton decode"
 
 
 def test_outcomes_are_of_the_last_validation_and_the_sparsest_is_last():
@@ -85,26 +72,15 @@ def test_outcomes_are_of_the_last_validation_and_the_sparsest_is_last():
             GOOD,
         )
     ).set_index("run")
-    assert table["name"].to_dict() == {
-        "a": "ReLU alone",
-        "b": "10%",
-        "c": "10%, threshold 0.2, 0.002 M tokens",
-    }
     assert [*table.index] == ["a", "b", "c"]
     assert table["active_fraction"].tolist() == pytest.approx([0.5, 0.1, 0.05])  # of 100 neurons
     assert table["kl"].tolist() == [0.1, 0.3, 0.5]
     assert table["rise"].tolist() == pytest.approx([0.1, 0.3, 0.5])
     # Steered runs log the coefficient; the last row counts.
     assert table["l1"].tolist() == [0.0, 4e-3, 4e-3]
-
-
-@pytest.mark.parametrize(
-    "field", ["teacher", "teacher_sha256", "hidden_size", "weight_decay", "batch_tokens"]
-)
-def test_runs_that_differ_in_more_are_not_compared(field):
-    runs = [relufied_run(name, 0.1, (12, 8), kl=0.3, **{field: name}) for name in "ab"]
-    with pytest.raises(ValueError, match=f"one teacher and text; these differ in {field}: a .*b"):
-        analysis.relufied_runs(*tables(*runs))
+    other = relufied_run("d", 0.1, (12, 8), kl=0.3, teacher="another")
+    with pytest.raises(ValueError, match="these differ in teacher"):
+        analysis.relufied_runs(*tables(relufied_run("b", 0.1, (12, 8), kl=0.3), other))
 
 
 def test_answers_are_paired_with_the_original_and_with_relu_alone():
