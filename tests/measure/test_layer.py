@@ -14,7 +14,7 @@ from tests.factories.ops import as_sparse_ffn, as_sparse_train
 from twell.measure import calibration, layer
 from twell.measure.calibration import BEHIND, calibrate, crossover
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import Case, DenseLayer, Step, TrainingCase, ffn, sparse_step
+from twell.measure.layer import Case, DenseLayer, Step, TrainingCase, ffn
 from twell.measure.rows import COLUMNS
 from twell.sparse.calibration import DEPENDS_ON, Calibration
 
@@ -79,13 +79,6 @@ def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     assert len(compiled) == 8 * (1 + 5 * (mode == "compiled"))
 
 
-def test_paths_that_would_take_too_long_are_left_out(monkeypatch):
-    monkeypatch.setattr(layer, "DECODE_TOKENS", 20)
-    monkeypatch.setattr(layer, "ROWWISE_ENTRIES", 70 * 4)
-    assert case(20).paths() == ["dense", "rowwise", "union", "decode"]
-    assert case(70).paths() == ["dense", "union"]
-
-
 @pytest.mark.parametrize("wrong", ["union", "auto"])
 def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     dense_kernels, tmp_path, monkeypatch, wrong
@@ -102,26 +95,7 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     assert not dense_kernels.timed and not list(tmp_path.iterdir())
 
 
-def test_a_small_grid_is_measured_by_commands(gpu, tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(layer.subprocess, "run", lambda words, check: commands.append(words))
-    assert layer.small_grid(tmp_path) == tmp_path
-    assert ["--backward" in words for words in commands] == [False, True]
-    assert all(words[1:5] == "-m twell measure ffn".split() for words in commands)
-    assert all(words[-2:] == ["--out", str(tmp_path)] for words in commands)
-
-
 # --- training ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("path", training_ops.TRAIN_PATHS)
-@pytest.mark.slow  # tests/kernels has the operators
-def test_the_sparse_step_is_correct(path, gated):
-    given = case(20, gated, active=4, kind=TrainingCase)  # few entries, generous limit
-    sparse = sparse_step(given, path)
-    assert sparse.path == path
-    assert given.exact.check_step(sparse.tensors(), path)[1] > 0
 
 
 def dense_step(num_tokens):

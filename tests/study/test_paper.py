@@ -1,6 +1,5 @@
 """The paper number by number: every claim has a number of ours, computed from data, and a verdict."""
 
-import pandas as pd
 import pytest
 
 from study import paper
@@ -16,25 +15,9 @@ def lesson():
     return script("lessons").run(ROOT / "notebooks" / "00_paper.ipynb", {})
 
 
-@pytest.fixture
-def table(lesson):
-    return lesson[1]["claims"]
-
-
-@pytest.fixture
-def data(lesson):
-    return lesson[1]["data"]
-
-
-def test_every_claim_has_a_number_and_a_verdict(table):
-    assert table["name"].is_unique and set(table["verdict"]) <= set(paper.VERDICTS)
-    assert (table["ours"] != "").all() and (table["subject"].nunique() == len(paper.SUBJECTS))
-    ours = table["verdict"].isin(["ours"])
-    assert (table.loc[ours, "paper"] == "–").all()
-
-
-def test_the_documents_have_the_numbers_of_the_table(data, table):
-    claims = script("claims")
+def test_the_documents_have_the_numbers_of_the_table(lesson):
+    claims, data, table = script("claims"), lesson[1]["data"], lesson[1]["claims"]
+    assert (table["ours"] != "").all() and set(table["verdict"]) <= set(paper.VERDICTS)
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     assert claims.claims_page(table, data.subjects) in page, "run python scripts/claims.py"
     assert claims.summary(table, data.readme) in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,9 +28,9 @@ def test_the_page_of_the_lesson_is_up_to_date(lesson):
     assert script("lessons").page("00_paper", lesson[0]) == page, "run make lessons"
 
 
-def test_the_main_number_computed_otherwise(data, table):
+def test_the_main_number_computed_otherwise(lesson):
     """Inactive neurons at the recommended level, and the price, from the logs alone."""
-    losses = {}
+    losses, data, table = {}, lesson[1]["data"], lesson[1]["claims"]
     for level in ("0", "6e-4"):
         runs, log = data.runs(f"85m-50m-l1-{level}-seed-*")
         last = log[(log["split"] == "valid") & (log["tokens"] == log["tokens"].max())]
@@ -57,16 +40,6 @@ def test_the_main_number_computed_otherwise(data, table):
     assert ours["inactive"] == f"{100 * (1 - active):.2f}%"
     price = 100 * (losses["6e-4"].mean() / losses["0"].mean() - 1)
     assert ours["price"] == f"{price:+.1f}%".replace("-", "−")
-
-
-def test_a_speed_computed_otherwise(table):
-    rows = pd.read_csv(ROOT / "data" / "bench" / "model.csv")
-    rows = rows.query("profile == 'paper' and model == '2b' and batch == 64 and context == 2048")
-    rows = rows[rows["active"].between(20, 30) & rows["device"].str.contains("H200")]
-    calls = rows.pivot_table("p50", "date", "provider")
-    calls = calls.dropna(subset=["auto torch.compile", "dense torch.compile"])
-    gain = 100 * (calls["dense torch.compile"] / calls["auto torch.compile"] - 1).iloc[-1]
-    assert table.set_index("name").loc["forward_2b", "ours"] == f"{gain:+.0f}% tokens/s"
 
 
 def test_a_bound_holds_if_the_whole_interval_is_within_it():

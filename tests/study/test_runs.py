@@ -6,10 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.interpolate
-import scipy.stats
 
 from study import analysis
-from tests.factories.analysis import DENSE, GOOD, UNFINISHED, UNUSED, made, make_run, tables
+from tests.factories.analysis import DENSE, GOOD, UNFINISHED, UNUSED, make_run, tables
 
 PRICE = "cross_entropy_change"
 
@@ -105,35 +104,3 @@ def test_a_race_ends_at_the_loss_that_both_reach():
     other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
     with pytest.raises(ValueError, match="num_layers"):
         analysis.race(*tables(slow, other))
-
-
-def test_outcomes_over_tokens_have_intervals_of_seeds():
-    runs = []
-    for tokens, seeds in ((1000, 3), (2000, 1)):
-        for seed in range(seeds):
-            more = {"tokens": tokens, "seed": seed}
-            for level, price, active in ((0.0, 0.0, 20.0), (1e-3, 1.0, 2.0)):
-                name = f"{tokens}-{level}-{seed}"
-                runs.append(made(name, level, price + seed / 10, active + seed / 10, 5, **more))
-    table = analysis.over_tokens(*tables(*runs)).set_index(["l1_coefficient", "tokens"])
-    several, single = table.loc[(1e-3, 1000)], table.loc[(1e-3, 2000)]
-    assert several["active"] == pytest.approx(2.1) and single["change"] == pytest.approx(1)
-    each = analysis.sweep(*tables(*(run for run in runs if run[0]["tokens"] == 1000)))
-    limit = analysis.noise_limit(each, PRICE, 3, 3)
-    assert several["change_high"] - several["change"] == pytest.approx(limit)
-    assert np.isnan(single["change_low"]) and np.isnan(table.loc[(0.0, 1000), "change_low"])
-
-
-def test_the_line_over_doublings_has_intervals():
-    tokens = np.array([25e6, 50e6, 1e8, 2e8, 3e8])
-    doublings = np.log2(tokens / 3e8)
-    change = 4 + 0.5 * doublings - 0.2 * doublings**2 + np.array([0.1, -0.2, 0, 0.2, -0.1])
-    runs = []
-    for number, price in zip(tokens.astype(int), change, strict=True):
-        runs.append(made(f"{number}-dense", 0.0, 0.0, 2.0, 5, tokens=number))
-        runs.append(made(f"{number}-sparse", 1e-3, price, 2.0, 5, tokens=number))
-    row = analysis.trend(*tables(*runs)).iloc[0]
-    fit = scipy.stats.linregress(doublings, change)
-    assert row["slope"] == pytest.approx(fit.slope) and row["budgets"] == 5
-    assert row["slope_limit"] == pytest.approx(scipy.stats.t.ppf(0.975, 3) * fit.stderr)
-    assert row["bend"] == pytest.approx(2 * np.polyfit(doublings, change, 2)[0])

@@ -87,18 +87,6 @@ def test_crossovers(points, crossover):
     assert by_pattern[["even", "skewed"]].tolist() == near(10, crossover)
 
 
-def test_the_nearest_level_of_each_case():
-    table = together(
-        line(UNION, [(9.7, 1.0), (29.3, 2.0), (98.0, 3.0)]),
-        line("dense eager", [(29.3, 4.0)]),
-        line(UNION, [(0.0, 6.0), (178.0, 5.0)]).assign(tokens=1),
-        line(UNION, [(10.0, 7.0), (70.0, 8.0)], mode="graph"),
-    )
-    expected = [(29.3, 2.0), (29.3, 4.0), (70.0, 8.0), (178.0, 5.0)]
-    assert rows(analysis.at_level(table, 29), "active", "speedup") == expected
-    assert rows(analysis.at_level(table, 1), "active", "speedup")[0] == (0.0, 6.0)
-
-
 def test_rows_are_of_the_device_with_the_most(tmp_path):
     few = pd.DataFrame(speed_rows(64, 29.0, {BASE: 2.0, UNION: 1.0}))
     many = pd.concat([few, few]).assign(device="new")
@@ -131,17 +119,3 @@ def test_the_fastest_of_each_side_within_a_call():
     assert sides.loc[["dense", "sparse"], "over_fp8"].isna().all()
     assert sides["speedup"]["sparse FP8"] == 4
     assert sorted(table.loc[table["tokens"] == 128, "side"]) == ["dense", "sparse"]
-
-
-def test_bytes_are_those_of_the_formats():
-    options = {"tile_n": 128, "compressions": (8,), "ell_width": 16}
-    table = analysis.format_bytes(64, 512, [0.5, 1e6], **options)
-    sparse, full = (rows.set_index("format")["nbytes"] for _, rows in table.groupby("active"))
-    assert table["nbytes"].eq((table["relative"] * 64 * 512 * 2).round()).all()
-    slots, counts, vector, dense = 64 * 16 * 4, 64 * 4, 64 * 4, 64 * 512 * 2
-    tiles = 64 * 512 // 8 * 4
-    assert sparse["TwELL, C = 8"] == tiles and sparse["Hybrid, width 16"] == slots + counts + vector
-    assert sparse["ELL"] < sparse["Hybrid, width 16"]
-    assert table["active_share"].iloc[-1] == 1 and full["ELL"] == 64 * 512 * 4 + counts
-    assert full["Hybrid, width 16"] == dense + vector
-    assert full["TwELL, C = 8"] == tiles + dense + vector
