@@ -5,16 +5,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import importlib.util
-import json
-import os
 import shutil
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -134,47 +127,6 @@ def chromium() -> Iterator:
         browser = playwright.chromium.launch(executable_path=program, args=options)
         yield browser
         browser.close()
-
-
-@contextlib.contextmanager
-def jupyter_lab(folder: Path, root: Path) -> Iterator[str]:
-    """A dark JupyterLab that shows `root` and keeps its own files in `folder`; its address."""
-    settings = {
-        "apputils-extension/themes": {"theme": "JupyterLab Dark"},
-        "apputils-extension/notification": {"fetchNews": "false"},
-        "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
-    }
-    for name, values in settings.items():
-        path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(values))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
-    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={root}"]
-    command += ["--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
-    folders = "JUPYTER_CONFIG_DIR JUPYTER_DATA_DIR JUPYTER_RUNTIME_DIR IPYTHONDIR".split()
-    environment = {name: str(folder / name) for name in folders} | {
-        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
-        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    with open(folder / "log", "w") as log:
-        server = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
-    try:
-        while True:
-            try:
-                urllib.request.urlopen(f"{address}/api/status", timeout=5).close()
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < deadline
-                time.sleep(0.2)
-        yield address
-    finally:
-        server.terminate()
-        server.wait(20)
 
 
 def settle(page):

@@ -57,7 +57,6 @@ def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_pat
     assert [one["fires"] for one in neurons] == fires.reshape(-1).tolist()
     one = neurons[fires.shape[1] + 3]
     assert (one["layer"], one["neuron"], one["note"]) == (1, 3, "ends of words")
-    assert one["tokens"] == counted.num_tokens and len(one["examples"]) <= 13
 
 
 def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas, tmp_path):
@@ -71,8 +70,6 @@ def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas
     assert sum(sizes[name] for name in opened) < 2e6, opened
 
     page = open_atlas(tmp_path)
-    rows = texts(page, ".tw-overview button.tw-item > b")
-    assert rows == [str(layer) for layer in range(6)] and page.locator(".tw-neuron").count() == 0
     click(page, ".tw-overview button.tw-item", 3)
     assert all(name.startswith("3 ") for name in texts(page, "button.tw-hit b"))
     go_to(page, "layer=3&neuron=49")
@@ -83,8 +80,8 @@ def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas
     other = picked.input_value()
     assert page.evaluate("location.hash") == f"#layer=3&neuron={other}" != "#layer=3&neuron=49"
     page.go_back()
-    shown = "() => document.querySelector('input[aria-label=neuron]').value === '49'"
-    page.wait_for_function(shown)
+    opened = "() => document.querySelector('input[aria-label=neuron]').value === '49'"
+    page.wait_for_function(opened)
     # So is a search.
     page.get_by_label("words to find").fill("of the")
     settle(page)
@@ -95,11 +92,3 @@ def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas
     for nonsense in ("layer=6&neuron=0", "layer=x&neuron=704", ""):
         go_to(page, nonsense)
         picked.wait_for(state="detached")
-
-
-def test_an_aggregate_alone_has_an_atlas_without_words(open_atlas, tmp_path):
-    recorded = results.root() / "data" / "traces" / "85m-50m-l1-6e-4-aggregate.npz"
-    side = inspector.write_atlas(recorded, tmp_path / "85m")
-    layer, neuron = np.unravel_index(side.aggregate.max_abs.argmax(), side.shape)
-    page = open_atlas(tmp_path / "85m", f"#layer={layer}&neuron={neuron}", wait=".tw-example")
-    assert page.locator(".tw-word, .tw-kin").count() == 0

@@ -1,14 +1,13 @@
-"""The inspector in a browser: pages opened from a file, and the widget in JupyterLab."""
+"""The inspector in a browser: pages opened from a file."""
 
 import re
 
-import nbformat
 import numpy as np
 import pytest
 
 import twell
 from study import analysis
-from tests.browser import IN_BROWSER, click, coloured, jupyter_lab, neurons, settle, texts, values
+from tests.browser import IN_BROWSER, click, coloured, neurons, settle, texts, values
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, large_trace, make_trace
 from twell import inspector, trace
@@ -70,7 +69,6 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
     bars = texts(page, ".tw-histogram rect title")
     assert sum(int(re.search(r": ([\d,]+) token", bar)[1]) for bar in bars) == len(fires)
     largest = np.sort(np.abs(column[fires]))[::-1]
-    assert "[object" not in page.inner_text("body")
     places = np.abs(values(page, ".tw-place b"))
     np.testing.assert_allclose(places, largest, rtol=6e-3, atol=1e-12)
     page.get_by_label("examples").select_option("strongest of all")
@@ -126,10 +124,6 @@ def test_choices(open_page, tiny_run):
     page.get_by_label("without first tokens").uncheck()
     settle(page)
     assert values(page, ticks)[-1] == counts[1].max()
-    page.get_by_label("end of the colour scale").fill("200")
-    page.keyboard.press("Tab")
-    settle(page)
-    assert values(page, ticks)[-1] == 200
     page.get_by_label("colour", exact=True).select_option("surprise")
     settle(page)
     assert set(coloured(page)) == set(np.flatnonzero(later))
@@ -180,73 +174,10 @@ def test_a_large_page_is_small_and_draws_what_changed(open_page, monkeypatch):
     page.locator("summary").click()
     page.locator("[role=status]", has_text="of 33,792 neurons").wait_for()
     nothing = {"tw-text": 0, "tw-token": 0, "tw-neuron": 0, "tw-found": 0}
-    token = page.evaluate(ADDED, [".tw-t", 100, None])
-    assert 0 < token["tw-token"] < 500 and token == nothing | {"tw-token": token["tw-token"]}
-    neuron = page.evaluate(ADDED, ["button.tw-entry", 3, None])
-    assert 0 < neuron["tw-neuron"] < 500 and neuron == nothing | {"tw-neuron": neuron["tw-neuron"]}
-    found = page.evaluate(ADDED, [".tw-query", 0, "the"])
-    assert 0 < found["tw-found"] < 10 and found == nothing | {"tw-found": found["tw-found"]}
-    assert page.locator("button.tw-hit").count() == 50
-
-
-CELLS = (
-    "import twell; w = twell.inspect({model!r}, 'ba de fun ' * 9); w",
-    "print('state', w.token, w.layer, w.neuron, w.colour)",
-    "w.token = 3; w.preset('Most surprising token'); print('preset', w.token)",
-)
-
-
-def test_the_widget_in_jupyterlab(browser, tiny_run, tmp_path):
-    (tmp_path / "notebooks").mkdir()
-    cells = [nbformat.v4.new_code_cell(cell.format(model=str(tiny_run))) for cell in CELLS]
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook = nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel})
-    nbformat.write(notebook, tmp_path / "notebooks" / "inspect.ipynb")
-    with jupyter_lab(tmp_path, tmp_path / "notebooks") as address:
-        page = browser.new_page(viewport={"width": 1500, "height": 1400})
-        page.set_default_timeout(60_000)
-        errors = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"{address}/lab/tree/inspect.ipynb?reset")
-        use_the_widget(page, *twell.load(tiny_run))
-        page.close()
-    assert not errors
-
-
-def use_the_widget(page, model, tokenizer):
-    def run(cell, prints=""):
-        page.locator(".jp-Cell .cm-content").nth(cell).click()
-        page.keyboard.press("Shift+Enter")
-        if prints:
-            line = page.locator(".jp-OutputArea-output pre", has_text=prints).last
-            line.wait_for()
-            return line.inner_text().split()[1:]
-
-    # Before the kernel is there a cell would be run by nothing.
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
-    run(0)
-    page.locator(".tw-t").first.wait_for()
-    assert "color-scheme: dark" in page.get_attribute(".twell", "style")
-    traced = trace.trace_text(model, tokenizer, "ba de fun " * 9)
-    layer, token = np.argwhere(traced.counts() > 1)[-1].tolist()
-    page.locator(".tw-t").nth(token).click()
-    page.locator(".tw-layer-name").nth(layer).click()
-    page.locator("button.tw-entry").first.click()
-    page.locator(".tw-both-words").wait_for()  # the kernel answered
-    neuron = neurons(page)[0]
-    # JupyterLab leaves the keys to the widget.
-    page.locator(".tw-text").press("ArrowLeft")
-    page.locator(".tw-text").press("ArrowRight")
-    assert run(1, "state") == [str(token), str(layer), str(neuron), "neuron"]
-    # Typed text is run, the cursor stays; the view follows Python.
-    page.locator(".tw-type").fill("")
-    page.locator(".tw-empty").wait_for()
-    page.keyboard.type("de fun ba de fun", delay=20)
-    expected = trace.trace_text(model, tokenizer, "de fun ba de fun")
-    complete = "(n) => document.querySelectorAll('.tw-t').length === n"
-    page.wait_for_function(complete, arg=expected.num_tokens)
-    assert page.locator(".tw-type").input_value() == "de fun ba de fun"
-    assert page.evaluate("() => document.activeElement.className") == "tw-type"
-    (surprising,) = map(int, run(2, "preset"))
-    assert surprising == np.nanargmin(expected.logprob)
-    page.locator(".tw-t").nth(surprising).and_(page.locator("[aria-selected]")).wait_for()
+    for action, part, most in [
+        ([".tw-t", 100, None], "tw-token", 500),
+        (["button.tw-entry", 3, None], "tw-neuron", 500),
+        ([".tw-query", 0, "the"], "tw-found", 10),
+    ]:
+        added = page.evaluate(ADDED, action)
+        assert 0 < added[part] < most and added == nothing | {part: added[part]}

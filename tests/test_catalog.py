@@ -8,7 +8,7 @@ import torch
 import twell
 from study import analysis
 from tests.factories.inspector import unpack
-from twell import inspector, trace
+from twell import inspector, results, trace
 
 
 def test_a_catalog_has_what_the_aggregate_says(model, pair):
@@ -30,7 +30,7 @@ def test_a_catalog_has_what_the_aggregate_says(model, pair):
     words = [about["strings"][n] for n in text["text"]]
     at = text["at"].reshape(2, 96, -1) - 1
     peaks = overview["peaks"].reshape(2, 96, -1)
-    for layer, neuron in [(1, 95), (1, 3), *((0, n) for n in range(8))]:
+    for layer, neuron in [(1, 95), (1, 3), (0, 0), (0, 7)]:
         own = chunks[f"layer-{layer}"][1]
         bins = counted.value_histogram[layer, neuron]
         assert own["histogram"].reshape(96, -1)[neuron].tolist() == bins.tolist()
@@ -48,8 +48,6 @@ def test_a_catalog_has_what_the_aggregate_says(model, pair):
         assert np.array_equal(own["near"].reshape(96, 13, -1), counted.near[layer])
         together = own["together"].reshape(96, -1)[neuron].astype(int) - 1
         assert np.array_equal(together, counted.together_at[layer, neuron])
-    with pytest.raises(ValueError, match="'layer-2'"):
-        catalog.chunk("layer-2")
 
 
 def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
@@ -108,19 +106,28 @@ def kin_are_the_nearest(arrays, name, rows, others, first, own):
     np.testing.assert_allclose(np.abs(values), largest, 1e-3, 1e-6)
 
 
+def test_an_aggregate_alone_has_an_atlas_without_words(tmp_path):
+    recorded = results.root() / "data" / "traces" / "85m-50m-l1-6e-4-aggregate.npz"
+    side = inspector.write_atlas(recorded, tmp_path)
+    assert side.model is None and side.shape == (12, 2112)
+    names = {path.name.partition(".")[0] for path in tmp_path.rglob("*") if path.is_file()}
+    assert "layer-11" in names and "words-0" not in names
+
+
 def test_the_widget_answers_the_browser(model, monkeypatch):
     widget = twell.inspect(model, "ba de fun")
     sent = []
     monkeypatch.setattr(widget, "send", lambda answer, chunks: sent.append((answer, chunks)))
-    keys = ["0:layer-1", "0:layer-9", "nonsense", "7:overview"]
-    for key in keys:
-        widget._handle_custom_msg({"ask": key}, [])
-    assert [answer["key"] for answer, _ in sent] == keys
+    asked = [{"ask": key} for key in ("0:layer-1", "0:layer-9", "nonsense", "7:overview")]
+    asked.append({"note": "0:2:0", "text": "x"})
+    for message in asked:
+        widget._handle_custom_msg(message, [])
     assert sent[0][1] == [inspector.Catalog(widget.sides[0]).chunk("layer-1")]
     assert all(answer["error"] and not chunks for answer, chunks in sent[1:])
+    assert len(sent) == len(asked)
 
 
-def test_notes_are_lines_of_a_file_beside_the_model(model, pair, monkeypatch):
+def test_notes_are_lines_of_a_file_beside_the_model(model):
     file = model / inspector.NOTES
     widget = twell.inspect(model, "ba de fun")
     notes = [(1, 5, "ends of\nlines"), (0, 7, "x"), (1, 5, " years "), (0, 7, "")]
@@ -136,8 +143,3 @@ def test_notes_are_lines_of_a_file_beside_the_model(model, pair, monkeypatch):
         with pytest.raises((ValueError, IndexError), match=words):
             inspector.read_notes(file, (2, 96))
     file.unlink()
-    for view, note in ((widget, "0:2:0"), (twell.inspect(pair, "ba"), "0:0:0")):
-        sent = []
-        monkeypatch.setattr(view, "send", lambda answer, chunks, sent=sent: sent.append(answer))
-        view._handle_custom_msg({"note": note, "text": "x"}, [])
-        assert sent[0]["error"]

@@ -53,13 +53,12 @@ def test_neurons_are_found_by_their_examples(open_page):
 
     alive = [tuple(one) for one in np.argwhere(fires > 0).tolist()]
     assert found(len(alive)) == sorted(alive, key=lambda one: (-strength[one], one))
-    query = page.get_by_label("words to find")
+    page.get_by_label("words to find").fill("5")
     for mode, inside in [
         ("fires at", lambda ids, here: ids[here] == 5),
         ("text around", lambda ids, here: 5 in ids),
     ]:
         page.get_by_label("where").select_option(mode)
-        query.fill("5")
         counts = {one: sum(inside(*place) for place in places(*one)) for one in alive}
         matching = [one for one, count in counts.items() if count]
         order = sorted(matching, key=lambda one: (-counts[one], -strength[one], one))
@@ -67,11 +66,10 @@ def test_neurons_are_found_by_their_examples(open_page):
     page.get_by_label("layer", exact=True).select_option("layer 1")
     page.get_by_label("sort", exact=True).select_option("fires")
     in_layer = [one for one in order if one[0] == 1]
-    shown = found(len(in_layer))
-    assert sorted(shown) == sorted(in_layer)
-    rates = [fires[one] for one in shown]
-    assert rates == sorted(rates, reverse=True)
-    query.fill("")
+    result = found(len(in_layer))
+    rates = [fires[one] for one in result]
+    assert sorted(result) == sorted(in_layer) and rates == sorted(rates, reverse=True)
+    page.get_by_label("words to find").fill("")
     page.get_by_label("layer", exact=True).select_option("all layers")
     page.get_by_label("state").select_option("dead")
     dead = np.argwhere(fires == 0).tolist()
@@ -136,8 +134,7 @@ def test_cards_shade_every_token_and_lead_on(open_page):
     layer, neuron = np.unravel_index(mask.sum(1).argmax(), (LAYERS, NEURONS))
     view = {"layer": int(layer), "neuron": int(neuron), "colour": "neuron"}
     side = Side("random", passage, counted)
-    wait = "[aria-label=examples] option + option"
-    page = open_page([side], view, wait=wait)
+    page = open_page([side], view, wait="[aria-label=examples] option + option")
     h = passage.layer(layer).toarray()[:, neuron]
     for kind, places in [
         ("strongest of all", counted.top_at),
@@ -153,19 +150,10 @@ def test_cards_shade_every_token_and_lead_on(open_page):
     click(page, "button.tw-place", 0)
     token = counted.quantile_at[layer, neuron, 0]
     assert page.evaluate("() => document.querySelector('[aria-selected]').number") == token
-    assert page.locator(".tw-quantile").count() == 5
     chips = texts(page, "[data-kin=together] .tw-chip span")
     assert chips == [str(n) for n in counted.together_at[layer, neuron] if n >= 0] and chips
     click(page, "[data-kin=together] .tw-chip")
     assert picked(page) == (layer, int(chips[0]))
-    # Statistics of an older version keep h at the place alone.
-    counted.near = np.zeros((LAYERS, NEURONS, 0, 0), np.int8)
-    counted.together = np.zeros((LAYERS, NEURONS, 0), np.float32)
-    counted.together_at = np.full((LAYERS, NEURONS, 0), -1)
-    page = open_page([side], view, wait=wait)
-    page.get_by_label("examples").select_option("strongest of all")
-    settle(page)
-    assert sum(map(abs, shaded(page, 0))) == 1 and page.locator(".tw-kin").count() == 0
 
 
 def find_note(page, words):
@@ -213,9 +201,12 @@ def test_the_widget_computes_what_is_asked_for_and_keeps_notes(live, tiny_run, t
     page.keyboard.press("Tab")
     find_note(page, "ends")
     assert (tiny_run / "notes.txt").read_text() == "1:5 ends of words\n"
-    # What is known of the neurons stays when there is another text, or none.
+    # Typed text runs, and the cursor stays. The neurons stay, even without a text.
     for text, shown in (("de", ".tw-text"), ("", ".tw-empty")):
-        page.locator(".tw-type").fill(text)
+        page.locator(".tw-type").fill("")
+        page.keyboard.type(text)
         page.locator(shown, has_not_text="fun").wait_for()
         settle(page)
+        assert page.locator(".tw-type").input_value() == text
+        assert page.evaluate("() => document.activeElement.className") == "tw-type"
         assert hits(page) == [(1, 5)] and page.locator(".tw-both-words .tw-word").count() == 20

@@ -38,24 +38,11 @@ def test_a_synthetic_layer_has_the_given_activity(active, pattern):
     assert abs(mean - active) <= most
 
 
-def test_a_skewed_layer_has_popular_neurons_and_heavy_tokens():
-    tokens, neurons, unions = {}, {}, {}
-    for pattern in (EVEN, SKEWED):
-        options = {"active": 30, "pattern": pattern, "device": "cpu", "seed": SEED}
-        x, w_gate, *_ = synthetic_layer(2000, 128, 600, **options)
-        active = torch.relu(x.double() @ w_gate.double().t()) != 0
-        tokens[pattern], neurons[pattern] = active.sum(1).max(), active.sum(0).max()
-        unions[pattern] = active.view(-1, 50, 600).any(1).sum(1).double().mean()
-    assert tokens[SKEWED] > 2 * tokens[EVEN] and neurons[SKEWED] > 2 * neurons[EVEN]
-    assert unions[SKEWED] < 0.8 * unions[EVEN]
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_permuted_weights_are_the_same_layer_in_other_memory(gated):
-    x, weights = layer(70, gated)
+def test_permuted_weights_are_the_same_layer_in_other_memory():
+    x, weights = layer(70)
     exact = Exact.of(x, weights)
     other = permuted(weights, SEED)
-    assert other[2].stride() == weights[2].stride() and (other[0] is None) == (not gated)
+    assert other[2].stride() == weights[2].stride()
     assert not any(map(torch.equal, other[1:], weights[1:]))
     again = Exact.of(x, other)
     assert torch.equal(again.counts, exact.counts) and torch.equal(again.unions, exact.unions)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import twell
 from tests.factories import SEED, measure
 from twell.measure import imposed
 from twell.measure.precision import quality
@@ -89,18 +88,5 @@ def test_rows_are_the_losses_of_quantised_models(model, sequences, tmp_path):
     assert rows["high"][1] - rows["low"][1] == pytest.approx(width, rel=0.25)
     alike = quality("tiny", model, [sequences[0]] * 5, batch=1)
     assert all(row["low"] == row["difference"] == row["high"] for row in alike)
-
-
-@pytest.mark.parametrize(
-    "change, few, message",
-    [
-        (lambda model: model.float(), 12, "tiny is in torch.float32"),
-        (twell.quantize_, 12, "tiny has FP8 weights"),
-        (lambda model: None, 1, "at least two sequences"),
-    ],
-)
-def test_what_has_no_such_rows(model, sequences, change, few, message):
-    model = copy.deepcopy(model)
-    change(model)
-    with pytest.raises(ValueError, match=message):
-        quality("tiny", model, [*sequences[:few], [3]])
+    with pytest.raises(ValueError, match="at least two sequences"):
+        quality("tiny", model, [sequences[0], [3]])

@@ -14,8 +14,6 @@ from twell.measure import serving as module
 
 FEW = {"requests": 3, "prompts": (4, 40), "new_tokens": 5}
 LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
-
-
 SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0, "none": 0.5}
 
 
