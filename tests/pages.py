@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import importlib.util
 import io
@@ -201,37 +200,16 @@ def check_twell(arguments: list[str]) -> None:
     assert not re.match(r"(?!build/|runs/)[\w.]", out), outside
     if words != ["train"] or not given or given["config"].endswith(".yaml"):
         return
-    overrides = given["overrides"] or []
-    variable = [word for word in overrides if "$" in word]
-    known = {field.name for field in dataclasses.fields(TrainConfig)}
-    assert {word.partition("=")[0] for word in variable if "=" in word} <= known, arguments
     config = "quick" if "$" in given["config"] else given["config"]
-    TrainConfig.load(config, [word for word in overrides if word not in variable])
+    TrainConfig.load(config, [word for word in given["overrides"] or [] if "$" not in word])
 
 
 def check_python(code: str) -> None:
-    """Check the names of twell in Python code."""
-    names = set()
+    """Check the names that Python code takes from twell."""
+    names = [("twell", name) for name in re.findall(r"\btwell\.([a-zA-Z]\w*)", code)]
     for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Attribute):
-            names.add(ast.unparse(node))
-        elif isinstance(node, ast.Import):
-            names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    own = sorted(name for name in names if re.match(r"twell\.[\w.]+$", name))
-    assert [name for name in own if not exists(name)] == []
-
-
-def exists(name: str) -> bool:
-    """Whether a dotted name, such as twell.Trace.load, is an attribute or a module."""
-    value, parts = importlib.import_module("twell"), name.split(".")
-    for number, part in enumerate(parts[1:], 2):
-        if not hasattr(value, part):
-            try:
-                importlib.import_module(".".join(parts[:number]))
-            except ImportError:
-                # Only its fields show an attribute of instances, as of a dataclass without default.
-                return part in getattr(value, "__annotations__", {})
-        value = getattr(value, part)
-    return True
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("twell"):
+            names += [(node.module, alias.name) for alias in node.names]
+    for module, name in names:
+        if not hasattr(importlib.import_module(module), name):
+            importlib.import_module(f"{module}.{name}")

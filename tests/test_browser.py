@@ -9,10 +9,9 @@ import twell
 from study import analysis
 from tests.browser import IN_BROWSER, click, coloured, neurons, settle, texts, values
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, large_trace, make_trace
-from twell import inspector, trace
+from tests.factories.inspector import aggregate_of, make_trace
+from twell import trace
 from twell.inspector import Side
-from twell.trace import CONTEXTS
 
 pytestmark = IN_BROWSER
 
@@ -131,53 +130,3 @@ def test_choices(open_page, tiny_run):
     settle(page)
     pinned = page.evaluate("() => document.querySelector('[aria-selected]').number")
     assert counts[:, pinned].sum() == counts[:, later].sum(0).max()
-
-
-# Nodes that are added while something is done, by the class of the part they are in.
-ADDED = """async ([selector, number, words]) => {
-    const parts = "tw-text tw-token tw-neuron tw-found".split(" ");
-    const added = Object.fromEntries(parts.map((part) => [part, 0]));
-    const observer = new MutationObserver((changes) => {
-        for (const { target, addedNodes } of changes)
-            for (const part of parts)
-                if (target.closest?.(`.${part}`)) added[part] += addedNodes.length;
-    });
-    observer.observe(document.body, { subtree: true, childList: true });
-    const node = document.querySelectorAll(selector)[number];
-    if (words) {
-        node.value = words;
-        node.dispatchEvent(new Event("input"));
-    } else node.click();
-    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-    observer.disconnect();
-    return added;
-}"""
-
-
-def test_a_large_page_is_small_and_draws_what_changed(open_page, monkeypatch):
-    """30 active neurons a token and layer: under 5 MB; a click or a search draws what changed."""
-    passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
-    # As many places as an aggregate of 2 MB has of such a model; to try all rows takes a minute.
-    monkeypatch.setattr("twell.trace.counter.CONTEXTS", CONTEXTS[4:5])
-    counted = aggregate_of(passage)
-    words = dict(zip(passage.token_ids.tolist(), passage.strings, strict=True))
-    counted.strings = [words[token] for token in counted.token_ids]
-    text = inspector.page([Side("large", passage, counted)])
-    assert len(text.encode()) < 5e6
-    page = open_page(text)
-    click(page, ".tw-t", 1500)
-    click(page, ".tw-layer-name", 5)
-    # Nothing is left out.
-    assert set(neurons(page)) == set(passage.layer(5)[[1500]].indices.tolist())
-    click(page, "button.tw-entry", 0)
-    page.locator("[aria-label=examples] option").nth(1).wait_for(state="attached")
-    page.locator("summary").click()
-    page.locator("[role=status]", has_text="of 33,792 neurons").wait_for()
-    nothing = {"tw-text": 0, "tw-token": 0, "tw-neuron": 0, "tw-found": 0}
-    for action, part, most in [
-        ([".tw-t", 100, None], "tw-token", 500),
-        (["button.tw-entry", 3, None], "tw-neuron", 500),
-        ([".tw-query", 0, "the"], "tw-found", 10),
-    ]:
-        added = page.evaluate(ADDED, action)
-        assert 0 < added[part] < most and added == nothing | {part: added[part]}

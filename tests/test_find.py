@@ -3,7 +3,7 @@
 import numpy as np
 
 import twell
-from tests.browser import IN_BROWSER, click, drag, settle, state, texts
+from tests.browser import IN_BROWSER, click, settle, texts
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace
 from twell import inspector, trace
@@ -78,38 +78,6 @@ def test_neurons_are_found_by_their_examples(open_page):
     first = hits(page)[0]
     click(page, "button.tw-hit", 0)
     assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
-
-
-def test_neurons_are_brushed(open_page):
-    page, _, fires, strength = open_random(open_page)
-    rate = fires / 200
-
-    def fraction(values, value):
-        """The place of a value on a logarithmic axis that holds the values."""
-        low, top = np.log(values[fires > 0].min() / 1.2), np.log(values[fires > 0].max() * 1.2)
-        return (np.log(value) - low) / (top - low)
-
-    wide = page.locator(".tw-points").bounding_box()["width"]
-
-    def place(value, size):
-        x = 58 + fraction(rate, value) * (wide - 70)
-        return float(x / wide), float((266 - fraction(strength, size) * 258) / 300)
-
-    corner = np.median(rate[fires > 0]), np.median(strength[fires > 0])
-    box = drag(page, (0.995, 0.01), place(*corner))
-    left, right, low, high = map(float, state(page).split("box=")[1].split("&")[0].split("~"))
-    np.testing.assert_allclose((left, low), corner, rtol=0.03)
-    inside = (rate >= left) & (rate <= right) & (strength >= low) & (strength <= high)
-    expected = {tuple(one) for one in np.argwhere(inside).tolist()}
-    assert set(hits(page)) == expected and len(expected) > 3
-    page.get_by_text("clear brush").click()
-    page.locator(".tw-browse [role=status]", has_text=f"{(fires > 0).sum()} of").wait_for()
-    # A click takes the nearest point.
-    strongest = np.unravel_index(strength.argmax(), strength.shape)
-    x, y = place(rate[strongest], strength[strongest])
-    page.mouse.click(box["x"] + x * box["width"], box["y"] + y * 300)
-    settle(page)
-    assert picked(page) == strongest
 
 
 def shaded(page, number):

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import traitlets
-from matplotlib.figure import Figure
 
 import twell
 from study import analysis
@@ -229,7 +228,6 @@ def test_a_figure_has_the_values_of_the_view(colour, scale):
     pd.testing.assert_frame_equal(drawn["counts"], expected, check_index_type=False)
     tiles = np.stack([mask[1:3, :, at : at + 256].sum(-1) for at in (0, 256)])
     assert np.array_equal(drawn["over"], (tiles > 15).any(0) & ~first)
-    assert isinstance(widget.figure(), Figure)
     # Of a longer passage the part around the selected token is drawn.
     for token, start in ((None, 0), (20, 10), (39, 20)):
         widget.token = token

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from study import analysis
 from twell import results
-from twell.cli import common, main
+from twell.cli import main
 from twell.models import load
 from twell.models.llama import AUTO_MAP, CODE
 from twell.trace import Aggregate
@@ -54,18 +54,6 @@ def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
         done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True)
         assert done.returncode and "is not a link to ../kernels" in done.stderr
     assert not list(tmp_path.glob("*.whl"))
-
-
-def test_git_ignores_results_and_make_clean_keeps_them():
-    paths = [f"{folder}/x" for folder in (common.RUNS, common.BUILD, "runs/live", "figures/live")]
-    command = ["git", "check-ignore", *paths]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode == 128:
-        pytest.skip("not a git checkout")
-    assert done.stdout.splitlines() == paths
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    cleaned = makefile.partition("\nclean:\n")[2].splitlines()[0].split()
-    assert not {"build", "build/bench", "build/eval", "runs"} & set(cleaned)
 
 
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):

@@ -21,15 +21,6 @@ def write_run(folder, log="4,8,train,,loss,1\n4,8,train,1,x,2\n", **config):
     return folder
 
 
-def test_the_root_is_found_from_below_and_missing_elsewhere(tmp_path):
-    root = results.root()
-    assert (root / "pyproject.toml").is_file() and results.root(root / "twell") == root
-    assert results.is_recorded(root / "data" / "runs" / "new")
-    assert not results.is_recorded(root / "build") and not results.is_recorded(tmp_path / "data")
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        results.root(tmp_path)
-
-
 # --- provenance
 
 CLUSTER = {"WORLD_SIZE": "16"}  # no launch
@@ -60,7 +51,7 @@ def test_the_command_says_how_processes_were_started(monkeypatch, environment, s
 def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_COMMIT", raising=False)
     monkeypatch.setattr(results, "__file__", str(tmp_path / "twell" / "results.py"))
-    commits, one, other = [], tmp_path / "twell" / "results.py", tmp_path / "other.py"
+    one, other = tmp_path / "twell" / "results.py", tmp_path / "other.py"
     one.parent.mkdir()
     for path in (other, one):
         assert results.commit() == "unknown"  # no repository, or another project's
@@ -68,11 +59,11 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
         user = "-c user.name=a -c user.email=a"
         for command in ("init", "add .", f"{user} commit -m x", "rev-parse HEAD"):
             done = subprocess.run(["git", *command.split()], cwd=tmp_path, stdout=subprocess.PIPE)
-        commits.append(done.stdout.decode().strip())
+    commit = done.stdout.decode().strip()
     other.write_text("changed")
-    assert results.commit() == commits[1]
+    assert results.commit() == commit
     one.write_text("changed")
-    assert results.commit() == f"{commits[1]}-dirty"
+    assert results.commit() == f"{commit}-dirty"
     monkeypatch.setenv("TWELL_COMMIT", "given")
     assert results.commit() == "given"
 
@@ -143,8 +134,6 @@ def test_runs_are_read_back(tmp_path):
     assert log["value"].tolist() == [1, 2] * 3 and log["layer"].isna().tolist() == [True, False] * 3
     assert list(log) == ["run", *results.LOG_COLUMNS]
     assert results.load_runs(tmp_path, "deep-* a d*")[0]["run"].tolist() == ["a", "deep-1"]
-    (only,) = results.load_provenance(tmp_path / "a")["starts"]
-    assert only == PROVENANCE | {"date": None}
     (tmp_path / "b" / "log.csv").write_text(HEADER + "4,8,train,,loss,3\n")  # goes before the other
     assert results.load_run(tmp_path / "b")[1]["value"].tolist() == [3]
 
@@ -155,8 +144,7 @@ def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
     with pytest.raises(ValueError, match=str(tmp_path)):
         results.load_runs(tmp_path, "/x")
     runs, log = results.load_runs(tmp_path, "85m-*", required=False)
-    assert runs.empty and runs[runs["complete"]].empty
-    assert log.empty and list(log) == ["run", *results.LOG_COLUMNS]
+    assert runs[runs["complete"]].empty and list(log) == ["run", *results.LOG_COLUMNS]
 
 
 DAMAGED = [
@@ -194,9 +182,6 @@ def test_evaluations_are_read_back(tmp_path):
     packed.write_bytes(lzma.compress((tmp_path / "b.json").read_bytes()))
     (tmp_path / "b.json").unlink()
     assert results.load_evaluations(tmp_path)[1] == record
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"b\.json\.xz"):
-        results.load_evaluations(tmp_path)
     results.write_evaluation(tmp_path / "b.json", record)  # the new one takes its place
     assert not packed.exists() and results.load_evaluations(tmp_path)[1] == record
     for damaged in ("{", "[1]", '{"model": {"name": "a"}, "backend": "dense"}'):

@@ -57,35 +57,6 @@ def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
     assert rows["prompt_tokens"].tolist() == [sum(lengths)] * 3
 
 
-def test_an_interrupted_measurement_keeps_its_rounds(answers, tmp_path, monkeypatch):
-    serve = GenerationMixin.generate_batch
-
-    def interrupted(*arguments, **options):
-        if len(answers) == 2 * 4 + 3:  # in the second round, before dense
-            raise KeyboardInterrupt
-        return serve(*arguments, **options)
-
-    monkeypatch.setattr(GenerationMixin, "generate_batch", interrupted)
-    command = ["measure", "serve", "2b", *TINY, *LOAD, "--out", str(tmp_path)]
-    assert main(command) == 130
-    assert pd.read_csv(tmp_path / "serve.csv")["rounds"].tolist() == [1, 2, 2]
-
-
-def test_graphs_are_captured_before_the_time_begins(answers, monkeypatch):
-    destroyed = []
-    destroy = "destroy_cached_continuous_batching_manager"
-    monkeypatch.setattr(GenerationMixin, destroy, lambda _: destroyed.append(len(answers)))
-    rows = serve("2b", TINY, **FEW, cuda_graph=True, active=9, seconds=1e-6)  # of one round
-    assert [row["rounds"] for row in rows] == [1, 1, 1]
-    twice = [backend for backend in ("dense", "triton", "auto", "none") for _ in range(2)]
-    assert [backend for backend, *_ in answers[8:]] == twice
-    assert destroyed == list(range(2, 17, 2))
-    for _, _, options in answers:
-        config = options["continuous_batching_config"]
-        assert options["persistent_manager"] and config.use_cuda_graph
-        assert not config.allow_block_sharing
-
-
 @pytest.mark.slow
 def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)

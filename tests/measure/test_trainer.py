@@ -161,7 +161,6 @@ def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
     expected = {"micro_batch": 4, "largest": 7, "tokens_per_second": 128_000, "context": 32}
     expected |= {"largest_tokens_per_second": 7 * 32 * 1000, "profile": "paper", "num_layers": 3}
     assert all((table[name] == value).all() for name, value in expected.items())
-    assert (table["peak"] > 0).all() and table["checkpoint_activations"].all()
     assert (table["active_max"] > 1.3 * table["active"]).all()
     checks = 4 * (trainer.CHECKED_STEPS + 1)
     assert set(rates[:checks]) == {TrainConfig.load("quick").learning_rate}

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from study import analysis
-from study.analysis.activity import WHERE
 from tests.factories import SEED
 from tests.factories.analysis import make_trace
 from tests.factories.trace import aggregate_of
@@ -129,17 +128,3 @@ def test_surprise_correlates_by_layer_with_an_interval_of_blocks():
         assert row["spearman"] == pytest.approx(pairs["x"].corr(pairs["y"], method="spearman"))
         assert row["low"] < row["spearman"] < row["high"] and row["n"] == known.sum()
     assert table.loc[("surprise", 1), "low"] > 0.3
-
-
-def test_the_rise_of_the_loss_around_a_word():
-    before = make_trace(SEED, num_tokens=320, context=16)[0]
-    random = np.random.default_rng(SEED)
-    logprob = before.logprob + random.normal(0.1, 1, 320).astype(np.float32)
-    word = before.strings[17]
-    table = analysis.around_word(before, logprob, word).set_index("where")
-    is_word = np.array(before.strings) == word
-    after = np.append(False, is_word[:-1]) & (before.position > 0)
-    row = table.loc[WHERE[0]]
-    assert row["rise"] == pytest.approx((before.logprob - logprob)[after].mean(), abs=1e-6)
-    assert row["tokens"] == after.sum() and table["tokens"].sum() == (before.position > 0).sum()
-    assert row["low"] < row["rise"] < row["high"]

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
-import scipy.interpolate
 
 from study import analysis
 from tests.factories.analysis import DENSE, GOOD, UNFINISHED, UNUSED, make_run, tables
@@ -73,34 +72,3 @@ def test_noise_is_pooled_over_settings():
     assert analysis.seed_noise(alone, PRICE)[1] == 0
     for rows, runs in ((table, 0), (alone, 3)):
         assert math.isnan(analysis.noise_limit(rows, PRICE, runs, 3))
-
-
-def racer(name, speeds, losses, **config):
-    """A run with rows of 100 tokens, validated after each; on training text a nat less."""
-    rows = [(100 * n, "train", "tokens_per_second", speed) for n, speed in enumerate(speeds, 1)]
-    rows += [(100 * n, "train", "peak_memory", speed * 1e9) for n, speed in enumerate(speeds, 1)]
-    rows += [(100 * n, "valid", "cross_entropy", loss) for n, loss in enumerate(losses)]
-    rows += [(100 * n, "train", "cross_entropy", loss - 1) for n, loss in enumerate(losses)]
-    log = pd.DataFrame(rows, columns=["tokens", "split", "metric", "value"])
-    log = log.assign(run=name, step=log["tokens"], layer=pd.array([pd.NA] * len(log), "Int64"))
-    return make_run(name, 1e-3, 4, 5, (1, 1), **config)[0], log
-
-
-def test_a_race_ends_at_the_loss_that_both_reach():
-    slow = racer("a", [10, 10], [6, 5, 4], backend="dense")
-    fast = racer("b", [20, 50], [7, 5, 3], backend="auto")
-    ends = analysis.reached(analysis.race(*tables(fast, slow))).set_index("run")
-    assert ends.index.tolist() == ["a", "b"] and set(ends["cross_entropy"]) == {4}
-    assert ends.loc["a", "seconds"] == 20 and ends.loc["b", "seconds"] == pytest.approx(5 + 1)
-    assert ends.loc["b", "tokens"] == pytest.approx(150) and ends.loc["b", "last"] == 3
-    raced = analysis.race(*tables(fast, slow))
-    early = analysis.reached(raced, 3.5).set_index("run")
-    assert np.isnan(early.loc["a", "seconds"]) and early.loc["b", "tokens"] == pytest.approx(175)
-    bent = analysis.race(*tables(racer("a", [10, 10, 10], [9, 5, 3, 2.5], backend="dense")))
-    loss = scipy.interpolate.pchip_interpolate([0, 100, 200, 300], [9, 5, 3, 2.5], 140)
-    assert loss < 4.2  # by a straight line
-    assert analysis.reached(bent, loss)["tokens"].item() == pytest.approx(140)
-    assert analysis.late_gain(raced) == pytest.approx(400)  # 50 tokens/s over 10
-    other = racer("c", [10, 10], [9, 5, 4], backend="auto", num_layers=3)
-    with pytest.raises(ValueError, match="num_layers"):
-        analysis.race(*tables(slow, other))

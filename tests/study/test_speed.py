@@ -62,31 +62,6 @@ def test_the_newest_call_of_each_provider_counts():
     assert analysis.speedups(pd.concat(twice))["speedup"].tolist() == [1, 2]
 
 
-def line(provider, points, **columns):
-    """A line of `speedups`: points of (active, speed-up)."""
-    parts = [speed_rows(64, a, {provider: 1.0}, speedup=gain, **columns) for a, gain in points]
-    return pd.concat(parts, ignore_index=True)
-
-
-@pytest.mark.parametrize(
-    ("points", "crossover"),
-    [
-        ([(0, 9.0), (10, 2.0), (1000, 0.5)], 100.0),
-        ([(1, 9.0), (10, 4.0), (40, 0.5), (90, 0.1)], 10 * 4 ** (2 / 3)),
-        ([(10, 1.0), (20, 0.5)], 10.0),
-        ([(10, 2.0), (30, 0.5), (50, 1.5), (80, 0.5)], 10 * 3**0.5),
-        ([(10, 2.0), (1003, 1.0)], np.nan),
-        ([(29, 0.9)], np.nan),
-    ],
-)
-def test_crossovers(points, crossover):
-    other = line("triton rowwise", [(5, 4.0), (20, 0.25)], pattern="even")
-    table = analysis.crossovers(together(line(UNION, points), other, line("auto", points)))
-    assert rows(table, "pattern", "provider") == [("even", "triton rowwise"), ("skewed", UNION)]
-    by_pattern = table.set_index("pattern")["crossover"]
-    assert by_pattern[["even", "skewed"]].tolist() == near(10, crossover)
-
-
 def test_rows_are_of_the_device_with_the_most(tmp_path):
     few = pd.DataFrame(speed_rows(64, 29.0, {BASE: 2.0, UNION: 1.0}))
     many = pd.concat([few, few]).assign(device="new")
@@ -97,25 +72,3 @@ def test_rows_are_of_the_device_with_the_most(tmp_path):
     table = bench.rows("ffn.csv", analysis.speedups, f"provider == '{UNION}'")
     assert table["speedup"].tolist() == [2.0]
     assert bench.rows("training.csv", analysis.training_speedups, "tokens == 1").empty
-
-
-UNION_FP8, BY_ROWS = "triton union FP8", "dense FP8 torch.compile"
-BY_TENSORS = "dense FP8 by tensors torch.compile"
-
-
-def test_the_fastest_of_each_side_within_a_call():
-    times = {BASE: 8.0, UNION: 4.0, "triton rowwise": 5.0, "auto": 1.0}
-    times |= {BY_ROWS: 6.0, BY_TENSORS: 5.0, UNION_FP8: 2.0, "auto FP8": 1.0}
-    call = speed_rows(64, 29.0, times)
-    # The same case later, dense FP8 alone; and another case without any.
-    again = speed_rows(64, 29.01, {BASE: 9.0, BY_ROWS: 3.0}, **LATER)
-    rows = together(call, again, speed_rows(128, 29.0, {BASE: 8.0, UNION: 4.0}))
-    table = analysis.fastest(analysis.speedups(rows))
-    sides = table[table["tokens"] == 64].set_index("side")
-    expected = {"dense": 9.0, "sparse": 4.0, "dense FP8": 3.0, "sparse FP8": 2.0}
-    assert sides["p50"].to_dict() == expected
-    # Sparse FP8 is compared with dense FP8 of its own call.
-    assert sides["over_fp8"]["sparse FP8"] == 2.5 and sides["over_fp8"]["dense FP8"] == 1
-    assert sides.loc[["dense", "sparse"], "over_fp8"].isna().all()
-    assert sides["speedup"]["sparse FP8"] == 4
-    assert sorted(table.loc[table["tokens"] == 128, "side"]) == ["dense", "sparse"]
