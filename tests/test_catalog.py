@@ -85,12 +85,6 @@ def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
         assert header["like"] == ["gate", "up", "down", ["read", "written"][layer]]
         for name in header["like"]:
             kin_are_the_nearest(arrays, name, *kin[name])
-    # Of a model with more neurons only those of the layer are compared.
-    monkeypatch.setattr("twell.inspector.catalog.ACROSS", 191)
-    catalog = inspector.Catalog(inspector.sides(pair, "ba de fun")[0])
-    header, arrays = unpack(catalog.chunk("words-1"))
-    assert header["like"] == ["gate", "up", "down"]
-    kin_are_the_nearest(arrays, "down", outputs[96:], outputs[96:], 96, 0)
 
 
 def kin_are_the_nearest(arrays, name, rows, others, first, own):

@@ -9,7 +9,6 @@ from markdown_it import MarkdownIt
 
 from tests import pages
 from tests.pages import ROOT, text_of
-from twell.config import TrainConfig
 
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 LESSONS = sorted(f"docs/lessons/{path.name}" for path in (ROOT / "docs" / "lessons").glob("*.md"))
@@ -95,9 +94,9 @@ esac
 
 
 @pytest.mark.parametrize(
-    ("scale", "launcher", "steps"), [("laptop", "python", 293), ("four-gpus", "accelerate", 1526)]
+    ("scale", "launcher"), [("laptop", "python"), ("four-gpus", "accelerate")]
 )
-def test_the_recipe_gives_commands_that_exist(scale, launcher, steps, tmp_path):
+def test_the_recipe_gives_commands_that_exist(scale, launcher, tmp_path):
     programs = tmp_path / ".venv" / "bin"
     for folder in (tmp_path / "scripts", programs):
         folder.mkdir(parents=True)
@@ -124,6 +123,3 @@ def test_the_recipe_gives_commands_that_exist(scale, launcher, steps, tmp_path):
     dense, sparse = ([word for word in words if "=" in word] for words in trainings)
     differences = {word.partition("=")[0] for word in set(dense) ^ set(sparse)}
     assert differences == {"l1_coefficient", "backend"}
-    fields = [word for word in dense if not word.startswith("source=")]
-    name = trainings[0][trainings[0].index("train") + 1]
-    assert TrainConfig.load(name, fields).steps == steps

@@ -80,50 +80,6 @@ def test_neurons_are_found_by_their_examples(open_page):
     assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
 
 
-def shaded(page, number):
-    """The tokens of an example: whether more orange (+1) or blue (-1), else 0.
-
-    Each token begins with a space.
-    """
-    return page.evaluate(
-        """(n) => [...document.querySelectorAll(".tw-example")[n].childNodes].flatMap((node) => {
-            const rgb = node.style?.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0];
-            return node.textContent.trim().split(" ").map(() => Math.sign(rgb[0] - rgb[2]));
-        })""",
-        number,
-    )
-
-
-def test_cards_shade_every_token_and_lead_on(open_page):
-    passage, mask = make_trace(SEED, 200, LAYERS, NEURONS)
-    passage.strings = [f" {word}" for word in passage.token_ids]
-    counted = aggregate_of(passage)
-    counted.strings = [f" {word}" for word in counted.token_ids]
-    layer, neuron = np.unravel_index(mask.sum(1).argmax(), (LAYERS, NEURONS))
-    view = {"layer": int(layer), "neuron": int(neuron), "colour": "neuron"}
-    side = Side("random", passage, counted)
-    page = open_page([side], view, wait="[aria-label=examples] option + option")
-    h = passage.layer(layer).toarray()[:, neuron]
-    for kind, places in [
-        ("strongest of all", counted.top_at),
-        ("quantiles", counted.quantile_at),
-    ]:
-        page.get_by_label("examples").select_option(kind)
-        settle(page)
-        for number, at in enumerate(places[layer, neuron]):
-            _, _, ids, here = counted.context(at)
-            expected = np.sign(h[at - here : at - here + len(ids)])
-            assert shaded(page, number) == expected.tolist()
-    # Examples are of this passage: a click goes there.
-    click(page, "button.tw-place", 0)
-    token = counted.quantile_at[layer, neuron, 0]
-    assert page.evaluate("() => document.querySelector('[aria-selected]').number") == token
-    chips = texts(page, "[data-kin=together] .tw-chip span")
-    assert chips == [str(n) for n in counted.together_at[layer, neuron] if n >= 0] and chips
-    click(page, "[data-kin=together] .tw-chip")
-    assert picked(page) == (layer, int(chips[0]))
-
-
 def find_note(page, words):
     page.locator("summary").click()
     page.get_by_label("state").select_option("all")

@@ -122,11 +122,3 @@ def test_what_a_lesson_proposes_to_try_runs(name):
     cells, names = execute(name, **TRY[name])
     assert {key: names[key] for key in TRY[name]} == TRY[name]
     assert any(cell.shown for cell in cells)
-
-
-def test_figures_without_data_are_named(figures):
-    given = {"by_size": "none-*", "race": "flagship-dense"}
-    cells, _ = execute("09_training_choices", **figures | given)
-    printed = [cell.value for cell in cells if isinstance(cell.value, str)]
-    for name in ("scale_activity", "race"):
-        assert f"{name} is not drawn: nothing is recorded for it here." in printed

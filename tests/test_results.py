@@ -188,12 +188,3 @@ def test_evaluations_are_read_back(tmp_path):
         (tmp_path / "c.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"c\.json"):
             results.load_evaluations(tmp_path)
-
-
-def test_models_are_called_by_their_run_or_folder(tmp_path, monkeypatch):
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    for path in (tmp_path / "mine", tmp_path / "mine" / "model"):
-        assert results.model_name(path) == "mine"
-    assert results.model_name("SakanaAI/SparseLM1.5B") == "SparseLM1.5B"
-    monkeypatch.chdir(tmp_path / "mine")
-    assert results.model_name(".") == results.model_name("model/") == "mine"

@@ -22,18 +22,14 @@ LAYER = [
     ({"hidden_size": 0}, "hidden_size is 0"),
     ({"kernels": True}, "out"),
     ({"out": "."}, "ffn.csv has the columns"),
-    ({"mode": "fast"}, "'fast'"),
-    ({"activation": "drelu", "gated": False}, "'drelu'"),
     ({"mode": "graph", "backward": True}, "'graph'"),
     ({"bias": True, "backward": True}, "biases"),
 ]
 STEPS = [
-    ({"active": 0}, "active is 0"),
     ({"profile": "hump"}, "'hump'"),
     ({"overrides": ["precision=fp32"]}, "precision is 'fp32'"),
 ]
 MODEL = [
-    ({"size": "no"}, "no configuration no"),
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
     ({"shapes": [], "layers": True}, "layers: "),

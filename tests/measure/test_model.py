@@ -69,10 +69,9 @@ def test_providers_differ_in_nothing_but_the_feed_forward_layers(subject):
     results = {}
     for provider in [*model_providers(None, tuned=True), DENSE_EAGER]:
         subject.become(provider)
-        dense = provider.backend == "dense"
         assert all(torch.equal(weight, values[key]) for key, weight in model.named_parameters())
         strides = {ffn.down_proj.weight.stride() for ffn in model.ffns}
-        assert strides == {(192, 1) if dense else (1, 64)}
+        assert strides == {(192, 1) if provider.backend == "dense" else (1, 64)}
         parts = [*model.model.layers, model.model.norm]
         assert {part._compiled_call_impl is not None for part in parts} == {provider.compiled}
         with torch.no_grad():
@@ -204,8 +203,6 @@ def test_the_activity_of_a_checkpoint_is_its_own(dense_kernels, tmp_path, monkey
     layers = rows["model_layers"]
     assert [row["active"] for row in layers[:2]] == [round(mean, 2) for mean in means]
     assert [row["active"] for row in layers[2:]] == pytest.approx(means, rel=0.2)
-    assert [row["provider"] for row in rows["model"]] == 2 * names(True)
-    assert {(row["model"], row["energy"]) for row in rows["model"]} == {("tiny", None)}
     for file in ("model", "decode"):
         profiles = [row["profile"] for row in rows[file]]
         half = len(profiles) // 2

@@ -35,23 +35,6 @@ def test_layers_positions_and_neurons(traced):
     same(analysis.by_position(trace), groups.reset_index())
 
 
-def test_tokens(traced):
-    trace, mask = traced
-    rows = pd.DataFrame({"token_id": trace.token_ids, "active": mask.sum(2).mean(0)})
-    rows = rows.groupby("token_id")["active"].agg(count="size", mean_active="mean").reset_index()
-    rows = rows.assign(frequency=rows["count"] / trace.num_tokens)
-    rows["token"] = "<" + rows["token_id"].astype(str) + ">"
-    rows = rows[["token_id", "token", "count", "frequency", "mean_active"]]
-    every = analysis.per_token(trace, min_count=1)
-    assert every["mean_active"].is_monotonic_increasing
-    same(every.sort_values("token_id", ignore_index=True), rows)
-    half = int(every["count"].median())
-    often = set(rows.loc[rows["count"] >= half, "token_id"])
-    for frequency, count in ((0, half), (half / trace.num_tokens, 1)):
-        some = analysis.per_token(trace, frequency, min_count=count)
-        assert set(some["token_id"]) == often
-
-
 def test_blocks_and_tiles(traced):
     trace, mask = traced
     table = analysis.union_sizes(trace, blocks=(1, 4, 16, 100))
