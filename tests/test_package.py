@@ -1,17 +1,12 @@
 """What a user installs: pins fit the ranges, and the shipped model is the recorded run."""
 
 import json
-import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import numpy as np
-import pytest
-import yaml
-from packaging.requirements import Requirement
 
 from study import analysis
 from twell import results
@@ -23,22 +18,6 @@ from twell.trace import Aggregate
 ROOT = results.root()
 SHIPPED = ROOT / "data" / "checkpoints" / "twell-6m"
 TEXT = "The river rises in the hills north of the town; in most years it can be crossed on foot. "
-
-
-@pytest.mark.parametrize(("gpu", "python"), [("", "3.11"), (".gpu", "3.12")])
-def test_pins_lie_within_the_ranges_and_conda_takes_them(gpu, python):
-    lock = (ROOT / f"requirements{gpu}.lock").read_text()
-    pins = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", lock.lower().replace("_", "-"), re.M))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = sum(project["optional-dependencies"].values(), [])
-    for text in [*project["dependencies"], *extras]:
-        if not text.startswith("twell["):
-            requirement = Requirement(text)
-            version = pins[requirement.name.lower().replace("_", "-")]
-            assert requirement.specifier.contains(version), text
-    listed = yaml.safe_load((ROOT / f"environment{gpu}.yml").read_text())["dependencies"]
-    pip = next(entry["pip"] for entry in listed if isinstance(entry, dict))
-    assert pip == [f"-r requirements{gpu}.lock", "-e ."] and f"python={python}" in listed
 
 
 def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):

@@ -40,9 +40,7 @@ def test_the_pass_is_the_models_own():
     assert 1e-4 < relative(hidden, exact) < TOLERANCE["hidden states"]
 
 
-@pytest.fixture
-def subject(dense_kernels, monkeypatch):
-    """A model with 20 active neurons; `asked` logs paths."""
+def test_providers_differ_in_nothing_but_the_feed_forward_layers(dense_kernels, monkeypatch):
     asked = []
 
     def run(path, *tensors, **_):
@@ -55,15 +53,9 @@ def subject(dense_kernels, monkeypatch):
 
     monkeypatch.setattr(ops, "sparse_ffn", as_sparse_ffn(run))
     monkeypatch.setattr(torch.nn.Module, "compile", compile_)
-    model = measure.model()
+    model, ids = measure.model(), imposed.draw_tokens(640, 2, 50)
     imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
-    result = Subject("tiny", model, "flat", dense_kernels)
-    result.asked = asked
-    return result
-
-
-def test_providers_differ_in_nothing_but_the_feed_forward_layers(subject):
-    model, ids = subject.model, imposed.draw_tokens(640, 2, 50)
+    subject = Subject("tiny", model, "flat", dense_kernels)
     values = {name: weight.clone() for name, weight in model.named_parameters()}
     subject.observe([{"mean": 20.0, "union": 90.0}] * 4, 100)
     results = {}
@@ -76,9 +68,9 @@ def test_providers_differ_in_nothing_but_the_feed_forward_layers(subject):
         assert {part._compiled_call_impl is not None for part in parts} == {provider.compiled}
         with torch.no_grad():
             forward(model, ids)  # "auto" also loads what a graph would launch
-            subject.asked.clear()
+            asked.clear()
             hidden, _ = forward(model, ids)
-        paths = ", ".join(f"{path} {number}" for path, number in Counter(subject.asked).items())
+        paths = ", ".join(f"{path} {number}" for path, number in Counter(asked).items())
         assert subject.paths(provider, 100) == (paths or "dense 4")
         assert bool(paths) == (provider.backend == "triton")  # "auto" is dense, by the projections
         assert torch.equal(results.setdefault(provider, hidden), hidden)

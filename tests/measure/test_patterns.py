@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from tests.factories import SEED, measure
-from tests.factories.measure import counts_of, layer
+from tests.factories.measure import counts_of
 from twell import results
 from twell.measure import imposed
-from twell.measure.check import Exact
-from twell.measure.patterns import EVEN, SKEWED, layer_means, permuted, synthetic_layer
+from twell.measure.patterns import EVEN, SKEWED, layer_means, synthetic_layer
 
 
 def test_the_papers_profile_has_its_hump_and_its_mean():
@@ -36,17 +35,6 @@ def test_a_synthetic_layer_has_the_given_activity(active, pattern):
     variance = active * (0.3 if pattern is SKEWED else 1 / num_tokens)
     most = 0 if active in (0, 600) else 5 * variance**0.5 + 0.05 * active
     assert abs(mean - active) <= most
-
-
-def test_permuted_weights_are_the_same_layer_in_other_memory():
-    x, weights = layer(70)
-    exact = Exact.of(x, weights)
-    other = permuted(weights, SEED)
-    assert other[2].stride() == weights[2].stride()
-    assert not any(map(torch.equal, other[1:], weights[1:]))
-    again = Exact.of(x, other)
-    assert torch.equal(again.counts, exact.counts) and torch.equal(again.unions, exact.unions)
-    torch.testing.assert_close(again.y, exact.y)
 
 
 # --- models -----------------------------------------------------------------------------------

@@ -40,28 +40,6 @@ def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
     assert table["energy_change"].tolist() == near(0, -40, np.nan)
 
 
-def test_the_newest_call_of_each_provider_counts():
-    parts = [
-        speed_rows(64, 29.28, {BASE: 4.0, UNION: 1.0, "triton rowwise": 1.0}),
-        speed_rows(64, 29.27, {BASE: 4.0, UNION: 2.0}, **LATER),  # the same level but for rounding
-        speed_rows(64, 98.0, {BASE: 4.0, UNION: 8.0}),  # only measured earlier
-        speed_rows(64, 29.28, {BASE: 4.0, UNION: 0.5}, device="other"),
-    ]
-    newest = "2026-11-24T10:00:00+00:00"
-    parts.append(speed_rows(64, 29.26, {UNION: 0.1}, date=newest))  # without dense
-    table = analysis.speedups(together(*parts))
-    expected = [(29.27, "NVIDIA H200", 2.0), (29.28, "other", 8.0), (98.0, "NVIDIA H200", 0.5)]
-    assert rows(table[table["provider"] == UNION], "active", "device", "speedup") == expected
-    # Of the older call, beside its own dense.
-    older = table[table["provider"] == "triton rowwise"]
-    assert rows(older, "active", "p50_dense", "speedup") == [(29.28, 4.0, 4.0)]
-    near_29 = analysis.at_level(table[table["device"] != "other"], 29)
-    assert set(near_29["provider"]) == {BASE, UNION, "triton rowwise"}  # one level, two calls
-    # A path timed again within one call counts once, as timed last.
-    twice = [speed_rows(64, 29.0, {BASE: 4.0, "auto": 1.0}), speed_rows(64, 29.0, {"auto": 2.0})]
-    assert analysis.speedups(pd.concat(twice))["speedup"].tolist() == [1, 2]
-
-
 def test_rows_are_of_the_device_with_the_most(tmp_path):
     few = pd.DataFrame(speed_rows(64, 29.0, {BASE: 2.0, UNION: 1.0}))
     many = pd.concat([few, few]).assign(device="new")
