@@ -60,15 +60,8 @@ def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_pat
 
 
 def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas, tmp_path):
-    """15 MB, 2 MB of them to open."""
     inspector.write_atlas(SHIPPED, tmp_path)
-    sizes = {path.name: path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()}
-    assert sum(sizes.values()) < 15e6
-    page = open_atlas(tmp_path, "#layer=5&neuron=482", wait=".tw-word")
-    page.wait_for_selector(".tw-example")
-    opened = [name.rpartition("/")[2].partition("#")[0] for name in page.files]
-    assert sum(sizes[name] for name in opened) < 2e6, opened
-
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 15e6
     page = open_atlas(tmp_path)
     click(page, ".tw-overview button.tw-item", 3)
     assert all(name.startswith("3 ") for name in texts(page, "button.tw-hit b"))

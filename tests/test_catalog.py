@@ -22,10 +22,9 @@ def test_a_catalog_has_what_the_aggregate_says(model, pair):
     assert (about["tokens"], about["strings"]) == (512, counted.strings)
     assert np.array_equal(overview["fires"], counted.neurons()[0].reshape(-1))
     alive = overview["fires"] > 0
-    for name, expected in (("mean", means), ("largest", largest)):
+    strength = counted.abs_sum.reshape(-1) / np.maximum(counts, 1)
+    for name, expected in (("mean", means), ("largest", largest), ("strength", strength)):
         np.testing.assert_allclose(overview[name][alive], expected[alive], 1e-4)
-    strength = (counted.abs_sum.reshape(-1) / np.maximum(overview["fires"], 1))[alive]
-    np.testing.assert_allclose(overview["strength"][alive], strength, 1e-4)
     text = {name: array.astype(int) for name, array in chunks["text"][1].items()}
     words = [about["strings"][n] for n in text["text"]]
     at = text["at"].reshape(2, 96, -1) - 1
@@ -35,11 +34,10 @@ def test_a_catalog_has_what_the_aggregate_says(model, pair):
         bins = counted.value_histogram[layer, neuron]
         assert own["histogram"].reshape(96, -1)[neuron].tolist() == bins.tolist()
         top = analysis.contexts(counted, layer, neuron)
-        quantiles = analysis.contexts(counted, layer, neuron, "quantile")
-        table = pd.concat([top, quantiles])
-        values = own["value"].reshape(96, -1)[neuron][at[layer, neuron] >= 0]
-        np.testing.assert_array_equal(values, table["value"])
-        places = at[layer, neuron][at[layer, neuron] >= 0]
+        table = pd.concat([top, analysis.contexts(counted, layer, neuron, "quantile")])
+        known = at[layer, neuron] >= 0
+        places = at[layer, neuron][known]
+        np.testing.assert_array_equal(own["value"].reshape(96, -1)[neuron][known], table["value"])
         assert [words[place] for place in places] == table["token"].tolist()
         for name in ("sequence", "position"):
             assert text[name][places].tolist() == table[name].astype(int).tolist()
@@ -66,14 +64,13 @@ def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
         ffn, own = network.ffns[layer], slice(96 * layer, 96 * layer + 96)
         change = (unembedding @ ffn.down_proj.weight.double()).detach().numpy()
         change -= change.mean(0)
-        words = arrays["word"].reshape(96, 2, 10)
+        words = np.array(header["strings"])[arrays["word"].reshape(96, 2, 10)]
         changes = arrays["change"].reshape(96, 2, 10)
         for half, sign in enumerate((1, -1)):
             expected = np.sort(sign * change.T)[:, ::-1][:, :10]
             np.testing.assert_allclose(sign * changes[:, half], expected, 2e-3, 1e-6)
             first = (sign * change).argmax(0)
-            shown = [header["strings"][word] for word in words[:, half, 0]]
-            assert shown == [strings[word] for word in first]
+            assert words[:, half, 0].tolist() == [strings[word] for word in first]
         up = ffn.up_proj.weight.detach().double().numpy()
         kin = {
             "gate": (gates[own], gates[own], 96 * layer, 0),

@@ -75,12 +75,6 @@ def test_pages_that_code_names_exist():
                 assert not anchor or anchor in anchors(text_of(page)), f"{name}: {page}#{anchor}"
 
 
-def test_index_lists_every_page_and_lesson():
-    listed = {target for target in links(text_of("docs/index.md")) if not target.startswith("../")}
-    lessons = {f"lessons/{path.stem}.md" for path in (ROOT / "notebooks").glob("*.ipynb")}
-    assert {page.removeprefix("docs/") for page in DOCS} - {"index.md"} | lessons <= listed
-
-
 # The recipe. The program notes how it was called; trainings leave a configuration behind, traces a
 # file.
 PROGRAM = r"""#!/bin/sh

@@ -147,15 +147,15 @@ def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
     assert runs[runs["complete"]].empty and list(log) == ["run", *results.LOG_COLUMNS]
 
 
-DAMAGED = [
-    ("log.csv", b"step,value\n1,2\n"),
-    ("log.csv.xz", lzma.compress(HEADER.encode())[:-9]),
-    ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}).encode()),
-    ("config.yaml", b"text"),
-]
-
-
-@pytest.mark.parametrize(("file", "content"), DAMAGED)
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("log.csv", b"step,value\n1,2\n"),
+        ("log.csv.xz", lzma.compress(HEADER.encode())[:-9]),
+        ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}).encode()),
+        ("config.yaml", b"text"),
+    ],
+)
 def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content):
     folder = write_run(tmp_path / "a")
     if file == "log.csv.xz":
