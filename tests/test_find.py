@@ -10,19 +10,6 @@ from twell import inspector, trace
 from twell.inspector import Side
 
 pytestmark = IN_BROWSER
-LAYERS, NEURONS = 3, 100
-
-
-def open_random(open_page):
-    """A page of a random trace with the search open; what each neuron has in its aggregate."""
-    passage, mask = make_trace(SEED, 200, LAYERS, NEURONS)
-    counted = aggregate_of(passage)
-    page = open_page([Side("random", passage, counted)])
-    page.locator("summary").click()
-    page.locator(".tw-browse [role=status]", has_text="of 300 neurons").wait_for()
-    fires = mask.sum(1)
-    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)  # as in the browser
-    return page, counted, fires, strength
 
 
 def hits(page):
@@ -39,7 +26,11 @@ def picked(page):
 
 
 def test_neurons_are_found_by_their_examples(open_page):
-    page, counted, fires, strength = open_random(open_page)
+    passage, mask = make_trace(SEED, 200, 3, 100)
+    counted, fires = aggregate_of(passage), mask.sum(1)
+    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)  # as in the browser
+    page = open_page([Side("random", passage, counted)])
+    page.locator("summary").click()
 
     def found(number):
         settle(page)

@@ -115,19 +115,6 @@ def test_typed_text_is_run(model, pair):
     assert by_model.trace.strings == expected.strings
 
 
-def test_two_models_and_two_texts(model, pair):
-    both = twell.inspect(model, "ba de fun", compare=pair)
-    # The aggregate beside the model was found.
-    assert [side["aggregate"] for side in unpack(both.data)[0]["sides"]] == [512, None]
-    both.side, both.token = 1, 2
-    both.texts = ["de"]
-    expected = len(trace.trace_text(*pair, "de").token_ids)
-    assert [side.trace.num_tokens for side in both.sides] == [expected] * 2
-    header = unpack(twell.inspect(pair, ("ba de fun", "de")).data)[0]
-    assert header["same"] and not header["aligned"]
-    assert [side["name"] for side in header["sides"]] == ["model, text 1", "model, text 2"]
-
-
 # --- the selection
 
 

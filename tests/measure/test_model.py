@@ -21,7 +21,6 @@ from twell.measure.rows import COLUMNS
 from twell.measure.sides import Subject, exact_hidden_states, forward
 from twell.models import order
 from twell.sparse.float8 import FLOAT8
-from twell.sparse.plan import Chooser
 
 ops = pytest.importorskip("twell.sparse.ops")
 
@@ -167,19 +166,6 @@ def test_rows_of_passes_decoding_and_layers(dense_kernels, tmp_path, monkeypatch
         assert rows["level"].iloc[0] == pytest.approx(rows["active"][:3].mean(), abs=0.01)
         assert rows["level"].iloc[0] == pytest.approx(mean, rel=0.5)
         assert (rows["active"] < rows["p99"]).all() and (rows["p99"] <= rows["active_max"]).all()
-
-
-def test_without_graphs_nothing_is_captured(dense_kernels, monkeypatch):
-    monkeypatch.setattr(dense_kernels, "capture", lambda calls: pytest.fail("captured"))
-    paths = {"eager": "decode", "compiled": "dense", "graph": "decode"}
-    monkeypatch.setattr(Chooser, "path", lambda self, size, situation="eager": paths[situation])
-    options = {"shapes": [(1, 64)], "active": [10], "decode": [2], "decode_context": 20}
-    rows = language_model("quick", TINY, **options, graphs=False)
-    for name in ("model", "decode"):
-        table = pd.DataFrame(rows[name]).set_index("provider")
-        assert (table["mode"] == "stream").all()
-        assert table.loc["auto", "path"] == "decode 3"
-        assert table.loc["auto torch.compile", "path"] == "dense 3"
 
 
 def test_the_activity_of_a_checkpoint_is_its_own(dense_kernels, tmp_path, monkeypatch):
