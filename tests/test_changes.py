@@ -17,18 +17,13 @@ from twell.trace import trace_text
 TEXT = "ba de fun " * 9
 
 
-@torch.no_grad()
-def expected_predictions(model, ids):
-    """By one pass: probabilities of every token after each."""
-    context = model.config.max_position_embeddings
-    parts = [torch.tensor([ids[n : n + context]]) for n in range(0, len(ids), context)]
-    return np.concatenate([model(input_ids=part).logits[0].softmax(-1).numpy() for part in parts])
-
-
 def test_predictions_are_the_models(pair):
     model, tokenizer = pair
     widget = twell.inspect(pair, TEXT)
-    probability = expected_predictions(model, trace.encode(tokenizer, TEXT))
+    parts = torch.tensor(trace.encode(tokenizer, TEXT)).split(model.config.max_position_embeddings)
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
+    probability = logits.softmax(-1).numpy()
     predicted = widget.sides[0].predictions
     np.testing.assert_allclose(predicted.probability, -np.sort(-probability)[:, :10], rtol=1e-4)
     own = np.take_along_axis(probability, predicted.ids, -1)

@@ -19,19 +19,6 @@ FFN, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_
 IN_FP8 = (), FFN, FFN[:2], FFN + ATTENTION, FFN[:2] + ATTENTION  # projections by row
 
 
-@pytest.fixture(scope="module")
-def model():
-    model = measure.model(max_position_embeddings=64)
-    imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
-    return model
-
-
-@pytest.fixture(scope="module")
-def sequences():
-    tokens = imposed.draw_tokens(640, 12, 30, seed=SEED)
-    return [row[: 30 if number < 9 else 11].tolist() for number, row in enumerate(tokens)] + [[5]]
-
-
 class Rounded(nn.Module):
     """A linear layer whose input and weight are rounded to FP8 and back."""
 
@@ -60,7 +47,11 @@ def exact(model, sequences, names):
     return np.array(losses)
 
 
-def test_rows_are_the_losses_of_quantised_models(model, sequences, tmp_path):
+def test_rows_are_the_losses_of_quantised_models(tmp_path):
+    model = measure.model(max_position_embeddings=64)
+    imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
+    tokens = imposed.draw_tokens(640, 12, 30, seed=SEED).tolist()
+    sequences = [*tokens[:9], *(row[:11] for row in tokens[9:]), [5]]
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     rows = quality("tiny", model, sequences, batch=4, source="x", out=tmp_path)
     table = pd.read_csv(tmp_path / "quality.csv").set_index("provider")

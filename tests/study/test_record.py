@@ -62,28 +62,17 @@ def test_a_recorded_run_is_trained_again_with_its_fields(name):
     assert f"study.keep out/runs/{name} " in kept
 
 
-@pytest.fixture
-def tasks_folder(tmp_path):
-    """Two items of each of the seven tasks."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    item = {"query": "bada _ baga", "choices": ["bada", "gain du", "a", "b", "c"], "gold": 1}
-    for name in {name.removesuffix("_cloze") for name in keep.TASKS}:
-        (folder / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
-    return folder
-
-
-def keep_run(run, tasks, out, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["keep", str(run), "--tasks", str(tasks), "--out", str(out)])
-    keep.main()
-
-
-def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatch):
+def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch):
     """Its log, its activity as the log has it, and answers; the weights are deleted."""
     monkeypatch.setenv("TWELL_CACHE", str(tiny / "cache"))
+    item = {"query": "bada _ baga", "choices": ["bada", "gain du", "a", "b", "c"], "gold": 1}
+    for name in {name.removesuffix("_cloze") for name in keep.TASKS}:
+        (tmp_path / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
     run, out = tmp_path / "run", tmp_path / "kept"
     shutil.copytree(tiny / "run", run)
-    keep_run(run, tasks_folder, out, monkeypatch)
+    command = ["keep", str(run), "--tasks", str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    keep.main()
     assert not (run / "model").exists()
     row, log = results.load_run(out / "runs" / "run")
     pd.testing.assert_frame_equal(log, results.load_log(tiny / "run" / "log.csv"))
@@ -97,8 +86,9 @@ def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatc
     loss = asked.loc[asked["task"] == "held_out_text", "nats"].mean()
     last = analysis.last_validation(log.assign(run="run")).query("metric == 'cross_entropy'")
     assert loss == pytest.approx(last["value"].item(), rel=1e-4)
+    command[1] = str(tiny / "run")
     with pytest.raises(SystemExit):  # another run of this name
-        keep_run(tiny / "run", tasks_folder, out, monkeypatch)
+        keep.main()
 
 
 def test_answers_are_the_likeliest(tiny):
