@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 
-import twell
 from study import analysis
 from tests.browser import (
     IN_BROWSER,
@@ -21,7 +20,6 @@ from tests.browser import (
 )
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace
-from twell import trace
 from twell.inspector import Side
 
 pytestmark = IN_BROWSER
@@ -114,30 +112,6 @@ def test_nothing_sticks_out(open_page, width, theme):
         page.locator("button.tw-hit").first.wait_for()
         assert f"color-scheme: {theme}" in page.get_attribute(".twell", "style")
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_choices(open_page, tiny_run):
-    model, tokenizer = twell.load(tiny_run)
-    passage = trace.trace_text(model, tokenizer, "ba de fun " * 20)
-    view = {"layer": 1, "neuron": int(passage.layer(1).indices[0]), "colour": "neuron"}
-    page = open_page([Side("tiny", passage)], view)
-    page.get_by_label("first layer").select_option("1")
-    page.get_by_label("colour", exact=True).select_option("active neurons")
-    settle(page)
-    counts = passage.counts()
-    later = passage.position > 0
-    assert texts(page, ".tw-labels button.tw-row") == ["1"]
-    inside = counts[1][later]
-    ticks = ".tw-side > div:first-child .tw-ticks span"
-    ends = values(page, ticks)[0], values(page, ticks)[-1]
-    assert ends == (inside[inside > 0].min(), inside.max())
-    page.get_by_label("without first tokens").uncheck()
-    settle(page)
-    assert values(page, ticks)[-1] == counts[1].max()
-    page.get_by_label("go to").select_option("Busiest token")
-    settle(page)
-    pinned = page.evaluate("() => document.querySelector('[aria-selected]').number")
-    assert counts[:, pinned].sum() == counts[:, later].sum(0).max()
 
 
 def test_keys_and_pointer(open_page):

@@ -13,8 +13,6 @@ from tests.pages import ROOT, text_of
 DOCS = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
 LESSONS = sorted(f"docs/lessons/{path.name}" for path in (ROOT / "docs" / "lessons").glob("*.md"))
 LINKED = ["README.md", *DOCS, *LESSONS, "data/README.md", "kernels/README.md"]
-# In code and notebooks: such as docs/benchmarks.md#decoding.
-NAMED = re.compile(r"\b(docs/[\w/-]+\.md)(?:#([\w-]+))?")
 
 
 @pytest.mark.parametrize("page", ["README.md", pytest.param("docs", marks=pytest.mark.slow)])
@@ -64,15 +62,6 @@ def test_links_lead_to_files_and_headings(page):
         file = (ROOT / page).parent / path if path else ROOT / page
         assert file.exists(), target
         assert not anchor or file.suffix != ".md" or anchor in anchors(file.read_text()), target
-
-
-def test_pages_that_code_names_exist():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    for name in listed.stdout.split():
-        if name.endswith((".py", ".ipynb", ".sh", "Makefile")) and not name.startswith("tests/"):
-            for page, anchor in NAMED.findall(text_of(name)):
-                assert (ROOT / page).is_file(), f"{name}: {page}"
-                assert not anchor or anchor in anchors(text_of(page)), f"{name}: {page}#{anchor}"
 
 
 # The recipe. The program notes how it was called; trainings leave a configuration behind, traces a
