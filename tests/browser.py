@@ -178,7 +178,7 @@ def watch(page) -> list[str]:
 
 
 def drag(page, start, end):
-    """Drag over the scatter, between fractions of its width and height; return its box."""
+    """Drag over the scatter, between fractions of its width and height."""
     canvas = page.locator(".tw-points")
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
@@ -188,4 +188,3 @@ def drag(page, start, end):
     page.mouse.move(*places[1], steps=5)
     page.mouse.up()
     settle(page)
-    return box

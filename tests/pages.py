@@ -25,8 +25,7 @@ from twell.config import TrainConfig
 
 ROOT = results.root()
 NEEDS = (None, "gpu", "network", "minutes")
-# A block of another shell or Python is an error: nothing would check it.
-CODE_NAMES = "bash python sh shell console zsh py python3 pycon".split()
+OTHER_NAMES = "sh shell console zsh py python3 pycon".split()  # of code that nothing would check
 BLOCK = re.compile(r"^ *```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^ *```[ \t]*$", re.M | re.S)
 MARKER = re.compile(r"<!--\s*needs:\s*(.*?)\s*-->")
 # A page runs in a folder with links to the checkout: code as linked folders, data as folders of
@@ -96,7 +95,8 @@ def blocks(page: str) -> list[Block]:
         line = text.count("\n", 0, match.start()) + 1
         needs = markers.pop(line - 1, None)
         assert needs in NEEDS, f"{page}:{line}: a block needs {needs!r}"
-        if match["language"] in CODE_NAMES:
+        assert match["language"] not in OTHER_NAMES, f"{page}:{line}: write bash or python"
+        if match["language"] in ("bash", "python"):
             code = textwrap.dedent(match["code"])
             every.append(Block(page, line, match["language"], code, needs))
     assert not markers, f"{page}: markers without a block: {markers}"
@@ -136,7 +136,6 @@ def run(every: list[Block], folder: Path) -> None:
 
 def check(block: Block) -> None:
     """Check a block without running it: commands and names of twell have to exist."""
-    assert block.language in ("bash", "python"), f"write bash or python, not {block.language}"
     if block.language == "python":
         check_python(block.code)
         return

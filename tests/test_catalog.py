@@ -129,8 +129,7 @@ def test_notes_are_lines_of_a_file_beside_the_model(model):
     inspector.write_note(file, 0, 1, "c")
     assert file.read_text() == "# mine\n\n1:5 years\n0:10 a  b\n0:1 c\n"
     assert widget.sides[0].notes == {(1, 5): "years", (0, 10): "a  b", (0, 1): "c"}
-    for line, words in [("1;5 years", "line 1: '1;5 years'"), ("2:0 a", "layer 2, neuron 0")]:
-        file.write_text(line)
-        with pytest.raises((ValueError, IndexError), match=words):
-            inspector.read_notes(file, (2, 96))
+    file.write_text("1;5 years")
+    with pytest.raises(ValueError, match="line 1: '1;5 years'"):
+        inspector.read_notes(file, (2, 96))
     file.unlink()

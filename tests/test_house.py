@@ -15,7 +15,6 @@ ROOT = results.root()
 
 
 def test_imports_go_one_way():
-    """The contracts stand in pyproject.toml."""
     command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache", "--no-logo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -34,7 +33,7 @@ def test_tests_of_gpus_use_names_that_exist(path):
 
 
 def test_importing_is_cheap():
-    """Each of these in turn, in one process, imports none of the slow packages."""
+    """None of these imports slow packages."""
     file = ROOT / "data" / "checkpoints" / "twell-6m" / "aggregate.npz"
     code = f"""if True:
     import sys

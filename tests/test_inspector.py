@@ -68,9 +68,7 @@ def test_what_does_not_fit_together_is_refused(pair):
     for arguments, options, words in [
         ((passage,), {"aggregate": other}, "2 layers of 300 neurons, the trace 3 of 300"),
         ((passage,), {"model": pair}, "2 layers of 96 neurons, the trace 3 of 300"),
-        ((passage, "a text"), {}, "own text"),
         ((passage,), {"start": 60}, "start is 60"),
-        ((pair, "ba"), {"start": 3}, "start"),
         ((pair, ("a", "b")), {"compare": pair}, "compare="),
         (((pair[0], None), "a"), {}, "tokenizer"),
         ((pair, ("a", "")), {}, "empty"),

@@ -25,31 +25,24 @@ LAYER = [
     ({"mode": "graph", "backward": True}, "'graph'"),
     ({"bias": True, "backward": True}, "biases"),
 ]
-STEPS = [
-    ({"profile": "hump"}, "'hump'"),
-    ({"overrides": ["precision=fp32"]}, "precision is 'fp32'"),
-]
 MODEL = [
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
     ({"shapes": [], "layers": True}, "layers: "),
-    ({"layers": True, "ordered": True}, "layers: "),
     ({"tuned": True}, "tuned: "),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
     ({"checkpoint": ("x", measure.model(torch.float32), [1])}, "torch.float32"),
     ({"checkpoint": ("x", measure.model(mlp_bias=True), [1])}, "biases"),
     ({"checkpoint": ("x", measure.model(hidden_size=40), [1])}, "hidden_size is 40"),
-    ({"checkpoint": ("x", measure.model(), [1])}, "the text has 1 tokens"),
     ({"checkpoint": ("x", measure.model(), [1]), "shapes": [(1, 300)]}, "x is for 256 tokens"),
 ]
-SHAPE = {"hidden_size": K, "intermediate_size": N}
 GIVEN = {"size": "quick", "overrides": TINY, "shapes": [(2, 32)], "active": [20]}
 SMALL = {"model": "quick", "overrides": [*TINY, "precision=bf16"]}
 CASES = [(ffn, {"tokens": [4]} | options, words) for options, words in LAYER]
-CASES += [(train_step, SMALL | options, words) for options, words in STEPS]
+CASES += [(train_step, SMALL | {"profile": "hump"}, "'hump'")]
 CASES += [(language_model, GIVEN | options, words) for options, words in MODEL]
 CASES += [(calibrate, {"out": out}, "cannot be written") for out in ("none/c.json", ".")]
-CASES += [(crossover, SHAPE | {"tokens": 0}, "tokens holds 0")]
+CASES += [(crossover, {"hidden_size": K, "intermediate_size": N, "tokens": 0}, "tokens holds 0")]
 
 
 @pytest.mark.parametrize("measured, options, words", CASES)

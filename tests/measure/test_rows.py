@@ -27,8 +27,6 @@ def test_rows_have_the_columns_of_their_file_and_one_date(tmp_path):
     (tmp_path / "ffn.csv").write_text("tokens,active,device\n1,2,x\n")
     with pytest.raises(ValueError, match="ffn.csv has the columns"):
         Rows(tmp_path, "kernels", "ffn")
-    with pytest.raises(NotADirectoryError):
-        Rows(tmp_path / "ffn.csv", "training")
 
 
 def test_recorded_files_have_these_columns_and_names_that_are_parsed():
@@ -37,7 +35,6 @@ def test_recorded_files_have_these_columns_and_names_that_are_parsed():
         table = pd.read_csv(BENCH / f"{name}.csv")
         assert list(table)[: len(columns)] == columns, name
         names |= {*table.get("provider", [])}
-    assert len(names) > 10
     for name in names:
         provider = Provider.parse(name)
         assert provider.name == str(provider) == name

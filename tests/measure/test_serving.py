@@ -12,7 +12,6 @@ from twell.__main__ import main
 from twell.measure import serve
 from twell.measure import serving as module
 
-FEW = {"requests": 3, "prompts": (4, 40), "new_tokens": 5}
 LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
 SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0, "none": 0.5}
 
@@ -62,6 +61,6 @@ def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
     monkeypatch.setattr(module, "ContinuousBatchingConfig", small)
     monkeypatch.setattr(module, "ROUNDS", 1)
-    rows = serve("2b", TINY, **FEW, active=9)
+    rows = serve("2b", TINY, requests=3, prompts=(4, 40), new_tokens=5, active=9)
     assert min(row["requests_per_second"] for row in rows) > 0
     assert all(0 < row["first_token"] <= row["p50"] for row in rows)
