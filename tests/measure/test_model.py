@@ -16,10 +16,11 @@ from twell.measure import imposed, model, sides
 from twell.measure.check import TOLERANCE
 from twell.measure.decode import Decoder, joined_projections
 from twell.measure.model import FILES, language_model
-from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, TRITON, model_providers
+from twell.measure.providers import AUTO, DENSE_EAGER, FP8, FP8_ALL, TRITON, model_providers
 from twell.measure.rows import COLUMNS
 from twell.measure.sides import Subject, exact_hidden_states, forward
 from twell.models import order
+from twell.sparse.calibration import Calibration, Point
 from twell.sparse.float8 import FLOAT8
 
 ops = pytest.importorskip("twell.sparse.ops")
@@ -74,6 +75,19 @@ def test_providers_differ_in_nothing_but_the_feed_forward_layers(dense_kernels, 
         assert bool(paths) == (provider.backend == "triton")  # "auto" is dense, by the projections
         assert torch.equal(results.setdefault(provider, hidden), hidden)
     assert subject.paths(TRITON, 64) == "decode 4"
+
+
+def test_auto_chooses_by_the_models_calibration_and_the_activity_of_each_layer(dense_kernels):
+    times = [Point(100, 1, u, {"dense": 1.0, "union": u / 50}) for u in (1, 192)]
+    calibration = Calibration("x", 64, 192, True, "bfloat16", "", "", tuple(times))
+    model = measure.model()
+    model.set_ffn_backend("auto", calibration)
+    subject = Subject("tiny", model, "flat", dense_kernels)
+    subject.observe([{"mean": 9.0, "union": u} for u in (5.0, 100.0, 20.0, 190.0)], 64)
+    subject.become(AUTO)
+    assert subject.paths(AUTO, 100) == "dense 2, union 2"
+    paths = [ffn.chooser.path(100) for ffn in model.ffns]
+    assert paths == ["union", "dense", "union", "dense"]
 
 
 # --- decoding ---------------------------------------------------------------------------------

@@ -1,8 +1,7 @@
-"""The recorder trains what is not recorded and goes on; `study.keep` reduces a run to small files."""
+"""The recorder trains a run again with its fields; `study.keep` reduces a run to small files."""
 
 import argparse
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -15,31 +14,6 @@ import torch
 from study import analysis, keep, record
 from twell import results, trace
 from twell.config import TrainConfig
-
-# Notes its name; a second word that is no number makes it fail.
-PROGRAM = """
-import sys
-with open(sys.argv[1], "a") as file: file.write(sys.argv[2])
-float(sys.argv[3])
-"""
-
-
-def test_parts_go_on_where_they_stopped(tmp_path, monkeypatch):
-    (tmp_path / "fake.py").write_text(PROGRAM)
-    (tmp_path / "logs").mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    calls = tmp_path / "calls"
-
-    def record_parts(**parts):
-        made = {name: [f"fake {calls} {c}" for c in commands] for name, commands in parts.items()}
-        monkeypatch.setattr(record, "MEASURED", made)
-        calls.write_text("")
-        given = argparse.Namespace(**PLACES | {"out": tmp_path}, gpus=["0"], until=math.inf)
-        return record.run_all(list(parts), ["0"], given), calls.read_text()
-
-    assert record_parts(a=["a 0"], b=["b 0", "c fails", "d 0"]) == (False, "abc")
-    assert record_parts(a=["a 0"], b=["b 0", "c 0"]) == (True, "bc")  # a is done
-
 
 PLACES = {"out": Path("out"), "corpus": Path("corpus"), "tasks": Path("t"), "model": Path("m")}
 ASKED = "tokens batch_tokens learning_rate l1_coefficient seed warmup_steps active_share threshold"
