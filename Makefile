@@ -104,7 +104,7 @@ lab: $(VENV)/installed
 	$(RUN) -m jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) notebooks
 
 screenshot: $(VENV)/installed
-	$(RUN) -m tests.browser data/checkpoints/twell-6m
+	$(RUN) -m scripts.screenshot data/checkpoints/twell-6m
 
 clean:
 	rm -rf build/cache build/lib build/matplotlib build/notebooks build/site build/site-doctrees figures/live $(LIVE)

@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import twell  # noqa: E402
-from tests.browser import chromium  # noqa: E402
+from tests.browser import chromium, show_live, watch  # noqa: E402
 from tests.factories import SEED  # noqa: E402
 from tests.factories import train as factory  # noqa: E402
 from twell import inspector, trace  # noqa: E402
@@ -90,9 +90,8 @@ def open_page(browser, tmp_path):
         size = {"width": width, "height": 900}
         contexts.append(browser.new_context(viewport=size, color_scheme=theme))
         page = contexts[-1].new_page()
-        for event in ("console", "pageerror", "dialog"):
-            page.on(event, lambda said, event=event: wrong.append(f"{event}: {said}"))
-        page.on("request", lambda one: one.url == path.as_uri() or wrong.append(one.url))
+        wrong.append(watch(page))
+        page.on("request", lambda one: one.url == path.as_uri() or wrong[0].append(one.url))
         page.goto(path.as_uri())
         page.wait_for_selector(wait, state="attached")
         return page
@@ -100,4 +99,14 @@ def open_page(browser, tmp_path):
     yield go
     for context in contexts:
         context.close()
+    assert not any(wrong)
+
+
+@pytest.fixture
+def live(browser):
+    """Open a page with a live widget; a message or an error of it fails the test."""
+    page = browser.new_page()
+    wrong = watch(page)
+    yield lambda widget: show_live(page, widget) or page
+    page.close()
     assert not wrong

@@ -1,28 +1,26 @@
-"""The inspector in a browser: pages opened from a file, and the widget in JupyterLab."""
+"""The inspector in a browser: numbers, texts, keys and links of pages opened from a file."""
 
 import re
 
-import nbformat
 import numpy as np
 import pytest
 
-import twell
 from study import analysis
 from tests.browser import (
     IN_BROWSER,
     click,
     coloured,
-    jupyter_lab,
+    drag,
+    go_to,
     neurons,
     settle,
+    state,
     texts,
     values,
 )
 from tests.factories import SEED
-from tests.factories.inspector import aggregate_of, large_trace, make_trace
-from twell import inspector, trace
+from tests.factories.inspector import aggregate_of, make_trace
 from twell.inspector import Side
-from twell.trace import CONTEXTS
 
 pytestmark = IN_BROWSER
 
@@ -79,7 +77,6 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
     bars = texts(page, ".tw-histogram rect title")
     assert sum(int(re.search(r": ([\d,]+) token", bar)[1]) for bar in bars) == len(fires)
     largest = np.sort(np.abs(column[fires]))[::-1]
-    assert "[object" not in page.inner_text("body")
     places = np.abs(values(page, ".tw-place b"))
     np.testing.assert_allclose(places, largest, rtol=6e-3, atol=1e-12)
     page.get_by_label("examples").select_option("strongest of all")
@@ -117,156 +114,105 @@ def test_nothing_sticks_out(open_page, width, theme):
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_choices(open_page, tiny_run):
-    model, tokenizer = twell.load(tiny_run)
-    passage = trace.trace_text(model, tokenizer, "ba de fun " * 20)
-    view = {"layer": 1, "neuron": int(passage.layer(1).indices[0]), "colour": "neuron"}
-    page = open_page([Side("tiny", passage)], view)
-    page.get_by_label("first layer").select_option("1")
-    page.get_by_label("colour", exact=True).select_option("active neurons")
+def test_keys_and_pointer(open_page):
+    passage, mask = make_trace(SEED, num_tokens=40, context=40)
+    page = open_page([Side("random", passage)])
+    # Keys work before anything has the focus, and wherever it is, unless a control needs them.
+    page.keyboard.press("ArrowRight")
+    assert state(page) == "token=0"
+    page.locator(".tw-t").nth(5).click()
+    assert state(page) == "token=5"
+    focus = [".tw-text", ".tw-canvas", ".tw-layer-name", ".tw-copy", "input[type=checkbox]"]
+    for number, (key, expected) in enumerate(
+        [
+            ("ArrowRight", "token=6"),
+            ("ArrowDown", "token=6&layer=0"),
+            ("ArrowDown", "token=6&layer=1"),
+            ("ArrowUp", "token=6&layer=0"),
+            ("End", "token=39&layer=0"),
+            ("ArrowRight", "token=39&layer=0"),
+            ("Home", "token=0&layer=0"),
+            ("Control+ArrowRight", "token=0&layer=0"),
+        ]
+    ):
+        page.locator(focus[number % len(focus)]).first.focus()
+        page.keyboard.press(key)
+        assert state(page) == expected, key
+    page.get_by_label("end of the colour scale", exact=True).focus()
+    page.keyboard.press("End")
+    assert "token=0" in state(page)
+    layer, token = np.argwhere(mask.sum(-1) > 1)[-1].tolist()
+    go_to(page, f"token={token}&layer={layer}")
+    strongest = neurons(page)[0]
+    page.locator(".tw-text").press("Enter")
+    chosen = f"token={token}&layer={layer}&neuron={strongest}&colour=neuron&scale=neuron"
+    assert state(page) == chosen
+    for expected in (f"token={token}&layer={layer}", f"layer={layer}", ""):
+        page.locator(".tw-text").press("Escape")
+        assert state(page) == expected
+    # Hovering peeks and leaves no trace; the map tells which layer.
+    page.locator(".tw-t").nth(7).hover()
+    page.wait_for_selector(".tw-card.tw-peek")
+    assert state(page) == ""
+    box = page.locator(".tw-canvas").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 10.5 / 40, box["y"] + (box["height"] - 13) / 2)
+    title = page.get_attribute(".tw-canvas", "title")
+    assert "token 10:" in title and f"active in layer 1: {mask[1, 10].sum()}" in title
+    assert state(page) == "token=10&layer=1"
+    # Question marks explain the label before them.
+    page.locator(".tw-group", has_text="Overflow").locator(".tw-help").press("Space")
+    page.locator(".tw-tip:popover-open").wait_for()
+
+
+def view(page):
+    """What the controls, the scales and the list of found neurons show."""
     settle(page)
-    counts = passage.counts()
-    later = passage.position > 0
-    assert texts(page, ".tw-labels button.tw-row") == ["1"]
-    inside = counts[1][later]
-    ticks = ".tw-side > div:first-child .tw-ticks span"
-    ends = values(page, ticks)[0], values(page, ticks)[-1]
-    assert ends == (inside[inside > 0].min(), inside.max())
+    controls = page.eval_on_selector_all(
+        ".tw-bar :is(select, input)",
+        "(nodes) => nodes.map((node) => [node.ariaLabel, node.value, node.checked].join())",
+    )
+    shown = [texts(page, names) for names in (".tw-ticks", "button.tw-hit", "[role=status]")]
+    counts = [page.locator(one).count() for one in ("[aria-selected]", ".tw-brush:not([hidden])")]
+    return controls, shown, counts
+
+
+def test_links_hold_the_whole_state_and_the_search(open_page):
+    begin = {"token": 3, "layer": 1, "neuron": 5, "colour": "neuron", "scale": "neuron"}
+    passage = make_trace(SEED, num_tokens=300)[0]
+    page = open_page([Side("random", passage, aggregate_of(passage))], begin)
+    assert state(page) == ""
+    first = view(page)
+    page.get_by_label("last layer").select_option("1")
+    page.get_by_label("mark overflow").select_option("C = 16")
     page.get_by_label("without first tokens").uncheck()
-    settle(page)
-    assert values(page, ticks)[-1] == counts[1].max()
-    page.get_by_label("end of the colour scale").fill("200")
+    page.get_by_label("colour scale", exact=True).select_option("the same for all")
+    page.get_by_label("end of the colour scale").fill("7.5")
     page.keyboard.press("Tab")
-    settle(page)
-    assert values(page, ticks)[-1] == 200
-    page.get_by_label("colour", exact=True).select_option("surprise")
-    settle(page)
-    assert set(coloured(page)) == set(np.flatnonzero(later))
-    page.get_by_label("go to").select_option("Busiest token")
-    settle(page)
-    pinned = page.evaluate("() => document.querySelector('[aria-selected]').number")
-    assert later[pinned] and counts[:, pinned].sum() == counts[:, later].sum(0).max()
-
-
-# Nodes that are added while something is done, by the class of the part they are in.
-ADDED = """async ([selector, number, words]) => {
-    const parts = "tw-text tw-token tw-neuron tw-found".split(" ");
-    const added = Object.fromEntries(parts.map((part) => [part, 0]));
-    const observer = new MutationObserver((changes) => {
-        for (const { target, addedNodes } of changes)
-            for (const part of parts)
-                if (target.closest?.(`.${part}`)) added[part] += addedNodes.length;
-    });
-    observer.observe(document.body, { subtree: true, childList: true });
-    const node = document.querySelectorAll(selector)[number];
-    if (words) {
-        node.value = words;
-        node.dispatchEvent(new Event("input"));
-    } else node.click();
-    await new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
-    observer.disconnect();
-    return added;
-}"""
-
-
-def test_a_large_page_is_small_and_draws_what_changed(open_page, monkeypatch):
-    """30 active neurons a token and layer: under 5 MB; a click or a search draws what changed."""
-    passage = large_trace(np.random.default_rng(SEED), 2048, 12, 2816, 30)
-    # As many places as an aggregate of 2 MB has of such a model; to try all rows takes a minute.
-    monkeypatch.setattr("twell.trace.counter.CONTEXTS", CONTEXTS[4:5])
-    counted = aggregate_of(passage)
-    words = dict(zip(passage.token_ids.tolist(), passage.strings, strict=True))
-    counted.strings = [words[token] for token in counted.token_ids]
-    text = inspector.page([Side("large", passage, counted)])
-    assert len(text.encode()) < 5e6
-    page = open_page(text)
-    click(page, ".tw-t", 1500)
-    click(page, ".tw-layer-name", 5)
-    # Nothing is left out.
-    assert set(neurons(page)) == set(passage.layer(5)[[1500]].indices.tolist())
-    click(page, "button.tw-entry", 0)
-    page.locator("[aria-label=examples] option").nth(1).wait_for(state="attached")
+    page.locator(".tw-token .tw-close").click()
+    address = "token=none&scale=all&limit=7.5&layers=0-1&skip_first=no&compression=16"
+    assert state(page) == address
     page.locator("summary").click()
-    page.locator("[role=status]", has_text="of 33,792 neurons").wait_for()
-    nothing = {"tw-text": 0, "tw-token": 0, "tw-neuron": 0, "tw-found": 0}
-    token = page.evaluate(ADDED, [".tw-t", 100, None])
-    assert 0 < token["tw-token"] < 500 and token == nothing | {"tw-token": token["tw-token"]}
-    neuron = page.evaluate(ADDED, ["button.tw-entry", 3, None])
-    assert 0 < neuron["tw-neuron"] < 500 and neuron == nothing | {"tw-neuron": neuron["tw-neuron"]}
-    found = page.evaluate(ADDED, [".tw-query", 0, "the"])
-    assert 0 < found["tw-found"] < 10 and found == nothing | {"tw-found": found["tw-found"]}
-    assert page.locator("button.tw-hit").count() == 50
+    page.get_by_label("where").select_option("text around")
+    page.get_by_label("words to find").fill("5")
+    page.get_by_label("layer", exact=True).last.select_option("layer 1")
+    page.get_by_label("state").select_option("all")
+    page.get_by_label("sort", exact=True).select_option("fires")
+    page.locator("[role=status]", has_text="of 900 neurons").wait_for()
+    drag(page, (0.7, 0.1), (0.99, 0.85))
+    page.get_by_text("clear brush").wait_for()
+    words, _, box = state(page).removeprefix(f"{address}&").partition("&box=")
+    assert words == "words=5&where=around&within=1&state=all&sort=rate"
+    assert box.count("~") == 3 and box.endswith("&finding=yes")
 
-
-@pytest.fixture
-def lab(tmp_path, tiny_run):
-    """A JupyterLab, dark, with a notebook that makes the widget; yields its address."""
-    trace.aggregate_run(tiny_run, tokens=256).save(tmp_path / "a.npz")
-    cells = [
-        f"import twell\nmodel, aggregate = {str(tiny_run)!r}, {str(tmp_path / 'a.npz')!r}\n"
-        "w = twell.inspect(model, 'ba de fun ' * 9, aggregate=aggregate)\nw",
-        "print('state', w.token, w.layer, w.neuron, w.colour, w.texts)",
-        "w.token = 3; w.preset('Most surprising token'); print('preset', w.token)",
-    ]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    notebook.metadata["kernelspec"] = kernel
-    (tmp_path / "notebooks").mkdir()
-    nbformat.write(notebook, tmp_path / "notebooks" / "inspect.ipynb")
-    with jupyter_lab(tmp_path, tmp_path / "notebooks", "JupyterLab Dark") as address:
-        yield f"{address}/lab/tree/inspect.ipynb?reset"
-
-
-def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
-    page = browser.new_page(viewport={"width": 1500, "height": 1400})
-    page.set_default_timeout(60_000)
-    errors = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(lab)
-
-    def run(cell):
-        page.locator(".jp-Cell .cm-content").nth(cell).click()
-        page.keyboard.press("Shift+Enter")
-
-    def output(start):
-        line = page.locator(".jp-OutputArea-output pre", has_text=start).last
-        line.wait_for()
-        return line.inner_text().strip()
-
-    # Before the kernel is there a cell would be run by nothing.
-    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
-    run(0)
-    page.locator(".tw-t").first.wait_for()
-    assert "color-scheme: dark" in page.get_attribute(".twell", "style")
-    model, tokenizer = twell.load(tiny_run)
-    typed = "ba de fun " * 9
-    traced = trace.trace_text(model, tokenizer, typed)
-    assert page.locator(".tw-t").count() == traced.num_tokens
-    layer, token = np.argwhere(traced.counts() > 1)[-1].tolist()
-    page.locator(".tw-t").nth(token).click()
-    page.locator(".tw-layer-name").nth(layer).click()
-    page.locator("button.tw-entry").first.click()
-    page.locator(".tw-both-words").wait_for()  # the kernel answered
-    h = traced.layer(layer)[[token]]
-    neuron = h.indices[np.abs(h.data).argmax()]
-    assert neurons(page)[0] == neuron
-    # JupyterLab leaves the keys to the widget.
-    page.locator(".tw-text").press("ArrowLeft")
-    page.locator(".tw-text").press("ArrowRight")
-    run(1)
-    assert output("state") == f"state {token} {layer} {neuron} neuron ['{typed}']"
-    # Typed text is run, the cursor stays; what Python sets is shown.
-    page.locator(".tw-type").fill("")
-    page.locator(".tw-empty").wait_for()
-    page.keyboard.type("de fun ba de fun", delay=20)
-    expected = trace.trace_text(model, tokenizer, "de fun ba de fun")
-    shown = "(n) => document.querySelectorAll('.tw-t').length === n"
-    page.wait_for_function(shown, arg=expected.num_tokens)
-    assert page.locator(".tw-type").input_value() == "de fun ba de fun"
-    assert page.evaluate("() => document.activeElement.className") == "tw-type"
-    run(2)
-    surprising = int(output("preset").split()[1])
-    assert surprising == np.nanargmin(expected.logprob)
-    page.locator(".tw-t").nth(surprising).and_(page.locator("[aria-selected]")).wait_for()
-    page.close()
-    assert not errors
+    expected = view(page)
+    assert expected[2] == [0, 1] and len(expected[1][1]) > 3
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_text("copy link").click()
+    page.get_by_text("copied").wait_for()
+    link = page.evaluate("navigator.clipboard.readText()")
+    page.goto("about:blank")
+    page.goto(link)
+    page.locator("button.tw-hit").first.wait_for()
+    assert view(page) == expected
+    go_to(page, "")  # an edit of the address counts at once
+    assert view(page)[0][:6] == first[0][:6] and page.locator("[aria-selected]").count() == 1

@@ -1,39 +1,32 @@
-"""Changing neurons in the inspector, and predictions: in Python, and in a browser that clicks."""
+"""Two sides of the inspector, compared or changed: in Python, and in a browser that clicks."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 import traitlets
+from torch.nn import functional as F
 
 import twell
-from tests.browser import in_browser, show_live, texts
+from tests.browser import coloured, in_browser, settle, texts
 from tests.factories import SEED
-from tests.factories.inspector import make_trace, unpack
-from twell import trace
+from tests.factories.inspector import aggregate_of, make_trace, unpack
+from twell import inspector, trace
+from twell.inspector import Side
 from twell.trace import trace_text
 
 TEXT = "ba de fun " * 9
 
 
-@pytest.fixture(scope="module")
-def pair(tiny_run):
-    return twell.load(tiny_run)
-
-
-@torch.no_grad()
-def expected_predictions(model, ids):
-    """By one pass: probabilities of every token after each."""
-    context = model.config.max_position_embeddings
-    parts = [torch.tensor([ids[n : n + context]]) for n in range(0, len(ids), context)]
-    return np.concatenate([model(input_ids=part).logits[0].softmax(-1).numpy() for part in parts])
-
-
 def test_predictions_are_the_models(pair):
     model, tokenizer = pair
     widget = twell.inspect(pair, TEXT)
-    probability = expected_predictions(model, trace.encode(tokenizer, TEXT))
+    parts = torch.tensor(trace.encode(tokenizer, TEXT)).split(model.config.max_position_embeddings)
+    with torch.no_grad():
+        logits = torch.cat([model(input_ids=part[None]).logits[0] for part in parts])
+    probability = logits.softmax(-1).numpy()
     predicted = widget.sides[0].predictions
     np.testing.assert_allclose(predicted.probability, -np.sort(-probability)[:, :10], rtol=1e-4)
     own = np.take_along_axis(probability, predicted.ids, -1)
@@ -43,9 +36,6 @@ def test_predictions_are_the_models(pair):
     assert table["text"].tolist() == trace.token_strings(tokenizer, predicted.ids[5])
     with pytest.raises(ValueError, match="no token is selected"):
         widget.predictions()
-    header, arrays = unpack(widget.data)
-    words = [header["sides"][0]["expected"][n] for n in arrays["0.expected"]]
-    assert words == trace.token_strings(tokenizer, predicted.ids.reshape(-1))
     # A trace has them by its model; without one none are known.
     traced = trace_text(model, tokenizer, TEXT)
     by_trace = twell.inspect(traced, model=pair).sides[0].predictions
@@ -83,7 +73,6 @@ def test_changes_run_the_model_again(pair):
     header, _ = unpack(widget.data)
     assert header["aligned"] and [side["changes"] for side in header["sides"]] == [[], changes]
     widget.side = 1
-    assert widget.to_frame()["model"].unique().tolist() == ["model, changed"]
     widget.texts = ["de fun"]  # changes stay when another text is run
     assert widget.sides[1].trace.strings == widget.sides[0].trace.strings and widget.error == ""
     widget.changes = []
@@ -97,37 +86,13 @@ def test_changes_that_cannot_be_are_refused(pair):
     for view, change, words in [
         (one, {"layer": 2, "neuron": 0, "scale": 0}, "layer 2"),
         (one, {"layer": 0, "neuron": 96, "scale": 0}, "neuron 96"),
-        (one, {"layer": 0, "neuron": 1}, "scale or value"),
-        (one, {"layer": 0, "neuron": 1, "scale": float("inf")}, "finite"),
-        (one, {"layer": 0, "scale": 1}, "layer, neuron, and scale or value"),
-        (one, {"layer": 0, "neuron": 1, "factor": 1}, "layer, neuron, and scale or value"),
+        (one, {"layer": 0, "neuron": 1, "factor": 1}, "scale or value"),
         (twell.inspect(pair, ("ba", "de")), fine, "compares already"),
-        (twell.inspect(make_trace(SEED)[0]), fine, "there is no model"),
-        (twell.inspect(traced, model=pair, start=3), fine, "begins at position 3"),
+        (twell.inspect(traced, model=pair, start=3), fine, "position 3"),
     ]:
         with pytest.raises(traitlets.TraitError, match=words):
             view.changes = [change]
         assert view.changes == []
-
-
-# --- in a browser
-
-
-@pytest.fixture
-def live(browser):
-    """Open a page with a live widget; an error in it fails the test."""
-    wrong = []
-    page = browser.new_page()
-    for event in ("console", "pageerror"):
-        page.on(event, lambda said, event=event: wrong.append(f"{event}: {said}"))
-
-    def go(widget):
-        show_live(page, widget)
-        return page
-
-    yield go
-    page.close()
-    assert not wrong
 
 
 @in_browser
@@ -165,32 +130,91 @@ def test_a_click_silences_a_neuron(live, pair):
     assert widget.changes == [] and page.locator(".tw-text").count() == 1
 
 
+# --- two sides
+
+
+@pytest.fixture(scope="module")
+def models(tiny_run):
+    """A model, the same one trained on (as far as a test goes), and an unrelated one."""
+    model, tokenizer = twell.load(tiny_run)
+    later, other = copy.deepcopy(model), type(model)(model.config)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for weight in later.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
+    return [(network, tokenizer) for network in (model, later, other)]
+
+
+def test_what_can_be_compared_is_said(models):
+    model, later, other = models
+    header, arrays = unpack(twell.inspect(model, TEXT, compare=later).data)
+    assert (header["aligned"], header["same"], header["paired"]) == (True, False, True)
+    assert header["reasons"] == []
+    alike_in, alike_out = [], []
+    for one, two in zip(model[0].ffns, later[0].ffns, strict=True):
+        alike_in.append(F.cosine_similarity(one.gate_proj.weight, two.gate_proj.weight, 1))
+        alike_out.append(F.cosine_similarity(one.down_proj.weight, two.down_proj.weight, 0))
+    for name, expected in (("alike_in", alike_in), ("alike_out", alike_out)):
+        np.testing.assert_allclose(arrays[name], torch.cat(expected).detach(), atol=5e-3)
+    unrelated = unpack(twell.inspect(model, TEXT, compare=other).data)[0]
+    assert "equal numbers are hardly the same neurons" in unrelated["reasons"][0]
+    pair_of_texts = unpack(twell.inspect(model, (TEXT, "de")).data)[0]
+    assert pair_of_texts["paired"] and pair_of_texts["same"]
+    assert "different tokens" in pair_of_texts["reasons"][0]
+    first, second = make_trace(SEED)[0], make_trace(SEED, num_layers=2, intermediate_size=500)[0]
+    sizes = unpack(inspector.pack([Side("a", first), Side("b", second)]))[0]
+    assert not sizes["paired"] and "3 layers of 300 and 2 layers of 500" in sizes["reasons"][1]
+
+
+@pytest.fixture
+def two():
+    """Two traces of the same tokens and sizes, where values differ a little."""
+    first, _ = make_trace(SEED, num_tokens=40, context=40)
+    random = np.random.default_rng(SEED)
+    second = dataclasses.replace(first, values=first.values.copy())
+    changed = random.random(len(first.values)) < 0.2
+    second.values[changed] *= random.uniform(0.2, 3, changed.sum()).astype(np.float32)
+    return first, second
+
+
+def layers(passage):
+    return np.stack([passage.layer(layer).toarray() for layer in range(passage.num_layers)])
+
+
+def test_the_neurons_that_changed_most(two):
+    first, second = two
+    later = first.position > 0
+    change = abs(layers(second) - layers(first))[:, later].mean(1)
+    header, _ = unpack(inspector.pack([Side("early", first), Side("late", second)]))
+    most = np.sort(change, axis=None)[::-1][:20]
+    np.testing.assert_allclose([mean for _, _, mean in header["changed"]], most, rtol=1e-5)
+    for layer, neuron, mean in header["changed"]:
+        assert mean == pytest.approx(change[layer, neuron], rel=1e-5)
+    same, _ = unpack(inspector.pack([Side("early", first), Side("late", first)]))
+    assert same["changed"] == []
+
+
 @in_browser
-def test_typed_numbers_outlast_a_drawing_and_are_of_the_neuron_shown(live, pair):
-    widget = twell.inspect(pair, TEXT, layer=0, neuron=4)
-    page = live(widget)
-    # The view is drawn again, here for a dark theme, while a number is typed.
-    box = page.get_by_label("set the neuron to")
-    box.fill("1.5")
-    page.emulate_media(color_scheme="dark")
-    page.locator(".twell[style*=dark]").wait_for()
-    assert box.input_value() == "1.5" and box.evaluate("(node) => node === document.activeElement")
-    page.keyboard.press("Tab")
-    page.locator(".tw-changed", has_text="0 \u00b7 4 = 1.5").wait_for()
-    assert page.evaluate("() => document.activeElement.closest('.tw-neuron') !== null")
-    # Two boxes are changed before the browser draws.
-    page.evaluate(
-        """() => {
-            for (const [name, value] of [["neuron", 9], ["scale the neuron by", -2]]) {
-                const box = document.querySelector(`input[aria-label="${name}"]`);
-                box.value = value;
-                box.dispatchEvent(new Event("change", { bubbles: true }));
-            }
-        }"""
-    )
-    page.locator(".tw-changed").nth(1).wait_for()
-    changes = [{"layer": 0, "neuron": 4, "value": 1.5}, {"layer": 0, "neuron": 9, "scale": -2}]
-    assert widget.changes == changes
-    page.locator(".tw-changed .tw-close").first.click()
-    page.wait_for_function("() => document.querySelectorAll('.tw-changed').length === 1")
-    assert widget.changes == changes[1:]
+def test_the_same_neuron_in_two_checkpoints(open_page, two):
+    sides = [Side(name, one, aggregate_of(one)) for name, one in zip("ab", two, strict=True)]
+    page = open_page(sides)
+    row = page.locator(".tw-changed-most button.tw-entry").nth(1)
+    name = row.locator("span").first.text_content()
+    row.click()
+    layer, neuron = map(int, name.split(" \u00b7 "))
+    # Two cards, each of its own side, and one scale.
+    page.locator(".tw-neuron").nth(1).wait_for()
+    assert texts(page, ".tw-neuron .tw-of") == ["a", "b"]
+    columns = [layers(one)[layer][:, neuron] for one in two]
+    facts = page.locator(".tw-neuron .tw-fact", has_text="strongest here").locator("b")
+    for shown, column in zip(facts.all_text_contents(), columns, strict=True):
+        strongest = column[np.abs(column).argmax()]
+        assert float(shown.replace("\u2212", "-")) == pytest.approx(strongest, rel=6e-3)
+    ends = texts(page, ".tw-ticks")
+    assert ends[0] == ends[2] and ends[1] == ends[3]
+    # The difference of h at each token.
+    page.get_by_label("right: difference to left").check()
+    settle(page)
+    change = columns[1] - columns[0]
+    later = np.flatnonzero((two[0].position > 0) & (change != 0))
+    assert coloured(page, 1) == {t: np.sign(change[t]) for t in later} != {}

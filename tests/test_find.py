@@ -1,28 +1,21 @@
-"""Finding neurons in a browser: the search, the scatter, the cards of all neurons, notes."""
+"""All neurons in a browser: the search, notes, and the atlas of a model, opened from disk."""
+
+import gzip
+import json
 
 import numpy as np
+import pytest
 
 import twell
-from tests.browser import IN_BROWSER, click, drag, settle, show_live, state, texts
+from tests.browser import IN_BROWSER, click, go_to, settle, texts, values, watch
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace
-from twell import inspector, trace
+from twell import inspector, results, trace
+from twell.__main__ import main
 from twell.inspector import Side
 
 pytestmark = IN_BROWSER
-LAYERS, NEURONS = 3, 100
-
-
-def open_random(open_page):
-    """A page of a random trace with the search open; what each neuron has in its aggregate."""
-    passage, mask = make_trace(SEED, 200, LAYERS, NEURONS)
-    counted = aggregate_of(passage)
-    page = open_page([Side("random", passage, counted)])
-    page.locator("summary").click()
-    page.locator(".tw-browse [role=status]", has_text="of 300 neurons").wait_for()
-    fires = mask.sum(1)
-    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)  # as in the browser
-    return page, counted, fires, strength
+SHIPPED = results.root() / "data" / "checkpoints" / "twell-6m"
 
 
 def hits(page):
@@ -39,7 +32,11 @@ def picked(page):
 
 
 def test_neurons_are_found_by_their_examples(open_page):
-    page, counted, fires, strength = open_random(open_page)
+    passage, mask = make_trace(SEED, 200, 3, 100)
+    counted, fires = aggregate_of(passage), mask.sum(1)
+    strength = inspector.leading(counted.abs_sum / np.maximum(fires, 1), 3)  # as in the browser
+    page = open_page([Side("random", passage, counted)])
+    page.locator("summary").click()
 
     def found(number):
         settle(page)
@@ -53,13 +50,12 @@ def test_neurons_are_found_by_their_examples(open_page):
 
     alive = [tuple(one) for one in np.argwhere(fires > 0).tolist()]
     assert found(len(alive)) == sorted(alive, key=lambda one: (-strength[one], one))
-    query = page.get_by_label("words to find")
+    page.get_by_label("words to find").fill("5")
     for mode, inside in [
         ("fires at", lambda ids, here: ids[here] == 5),
         ("text around", lambda ids, here: 5 in ids),
     ]:
         page.get_by_label("where").select_option(mode)
-        query.fill("5")
         counts = {one: sum(inside(*place) for place in places(*one)) for one in alive}
         matching = [one for one, count in counts.items() if count]
         order = sorted(matching, key=lambda one: (-counts[one], -strength[one], one))
@@ -67,11 +63,10 @@ def test_neurons_are_found_by_their_examples(open_page):
     page.get_by_label("layer", exact=True).select_option("layer 1")
     page.get_by_label("sort", exact=True).select_option("fires")
     in_layer = [one for one in order if one[0] == 1]
-    shown = found(len(in_layer))
-    assert sorted(shown) == sorted(in_layer)
-    rates = [fires[one] for one in shown]
-    assert rates == sorted(rates, reverse=True)
-    query.fill("")
+    result = found(len(in_layer))
+    rates = [fires[one] for one in result]
+    assert sorted(result) == sorted(in_layer) and rates == sorted(rates, reverse=True)
+    page.get_by_label("words to find").fill("")
     page.get_by_label("layer", exact=True).select_option("all layers")
     page.get_by_label("state").select_option("dead")
     dead = np.argwhere(fires == 0).tolist()
@@ -80,92 +75,6 @@ def test_neurons_are_found_by_their_examples(open_page):
     first = hits(page)[0]
     click(page, "button.tw-hit", 0)
     assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
-
-
-def test_neurons_are_brushed(open_page):
-    page, _, fires, strength = open_random(open_page)
-    rate = fires / 200
-
-    def fraction(values, value):
-        """The place of a value on a logarithmic axis that holds the values."""
-        low, top = np.log(values[fires > 0].min() / 1.2), np.log(values[fires > 0].max() * 1.2)
-        return (np.log(value) - low) / (top - low)
-
-    wide = page.locator(".tw-points").bounding_box()["width"]
-
-    def place(value, size):
-        x = 58 + fraction(rate, value) * (wide - 70)
-        return float(x / wide), float((266 - fraction(strength, size) * 258) / 300)
-
-    corner = np.median(rate[fires > 0]), np.median(strength[fires > 0])
-    box = drag(page, (0.995, 0.01), place(*corner))
-    left, right, low, high = map(float, state(page).split("box=")[1].split("&")[0].split("~"))
-    np.testing.assert_allclose((left, low), corner, rtol=0.03)
-    inside = (rate >= left) & (rate <= right) & (strength >= low) & (strength <= high)
-    expected = {tuple(one) for one in np.argwhere(inside).tolist()}
-    assert set(hits(page)) == expected and len(expected) > 3
-    page.get_by_text("clear brush").click()
-    page.locator(".tw-browse [role=status]", has_text=f"{(fires > 0).sum()} of").wait_for()
-    # A click takes the nearest point.
-    strongest = np.unravel_index(strength.argmax(), strength.shape)
-    x, y = place(rate[strongest], strength[strongest])
-    page.mouse.click(box["x"] + x * box["width"], box["y"] + y * 300)
-    settle(page)
-    assert picked(page) == strongest
-
-
-def shaded(page, number):
-    """The tokens of an example: whether more orange (+1) or blue (-1), else 0.
-
-    Each token begins with a space.
-    """
-    return page.evaluate(
-        """(n) => [...document.querySelectorAll(".tw-example")[n].childNodes].flatMap((node) => {
-            const rgb = node.style?.backgroundColor.match(/[\\d.]+/g) ?? [0, 0, 0];
-            return node.textContent.trim().split(" ").map(() => Math.sign(rgb[0] - rgb[2]));
-        })""",
-        number,
-    )
-
-
-def test_cards_shade_every_token_and_lead_on(open_page):
-    passage, mask = make_trace(SEED, 200, LAYERS, NEURONS)
-    passage.strings = [f" {word}" for word in passage.token_ids]
-    counted = aggregate_of(passage)
-    counted.strings = [f" {word}" for word in counted.token_ids]
-    layer, neuron = np.unravel_index(mask.sum(1).argmax(), (LAYERS, NEURONS))
-    view = {"layer": int(layer), "neuron": int(neuron), "colour": "neuron"}
-    side = Side("random", passage, counted)
-    wait = "[aria-label=examples] option + option"
-    page = open_page([side], view, wait=wait)
-    h = passage.layer(layer).toarray()[:, neuron]
-    for kind, places in [
-        ("strongest of all", counted.top_at),
-        ("quantiles", counted.quantile_at),
-    ]:
-        page.get_by_label("examples").select_option(kind)
-        settle(page)
-        for number, at in enumerate(places[layer, neuron]):
-            _, _, ids, here = counted.context(at)
-            expected = np.sign(h[at - here : at - here + len(ids)])
-            assert shaded(page, number) == expected.tolist()
-    # Examples are of this passage: a click goes there.
-    click(page, "button.tw-place", 0)
-    token = counted.quantile_at[layer, neuron, 0]
-    assert page.evaluate("() => document.querySelector('[aria-selected]').number") == token
-    assert page.locator(".tw-quantile").count() == 5
-    chips = texts(page, "[data-kin=together] .tw-chip span")
-    assert chips == [str(n) for n in counted.together_at[layer, neuron] if n >= 0] and chips
-    click(page, "[data-kin=together] .tw-chip")
-    assert picked(page) == (layer, int(chips[0]))
-    # Statistics of an older version keep h at the place alone.
-    counted.near = np.zeros((LAYERS, NEURONS, 0, 0), np.int8)
-    counted.together = np.zeros((LAYERS, NEURONS, 0), np.float32)
-    counted.together_at = np.full((LAYERS, NEURONS, 0), -1)
-    page = open_page([side], view, wait=wait)
-    page.get_by_label("examples").select_option("strongest of all")
-    settle(page)
-    assert sum(map(abs, shaded(page, 0))) == 1 and page.locator(".tw-kin").count() == 0
 
 
 def find_note(page, words):
@@ -203,22 +112,91 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
         assert (1, 7) in hits(page)
 
 
-def test_the_widget_computes_what_is_asked_for_and_keeps_notes(browser, tiny_run, tmp_path):
+def test_the_widget_computes_what_is_asked_for_and_keeps_notes(live, tiny_run, tmp_path):
     trace.aggregate_run(tiny_run, tokens=256).save(tmp_path / "a.npz")
     view = {"layer": 1, "neuron": 5, "aggregate": tmp_path / "a.npz"}
-    widget = twell.inspect(tiny_run, "ba de fun", **view)
-    page = browser.new_page()
-    show_live(page, widget)
+    page = live(twell.inspect(tiny_run, "ba de fun", **view))
     page.locator(".tw-both-words").wait_for()
     page.locator("[aria-label=examples] option").nth(1).wait_for(state="attached")
     page.locator(".tw-noting").fill("ends of words")
     page.keyboard.press("Tab")
     find_note(page, "ends")
     assert (tiny_run / "notes.txt").read_text() == "1:5 ends of words\n"
-    # What is known of the neurons stays when there is another text, or none.
+    # Typed text runs, and the cursor stays. The neurons stay, even without a text.
     for text, shown in (("de", ".tw-text"), ("", ".tw-empty")):
-        page.locator(".tw-type").fill(text)
+        page.locator(".tw-type").fill("")
+        page.keyboard.type(text)
         page.locator(shown, has_not_text="fun").wait_for()
         settle(page)
+        assert page.locator(".tw-type").input_value() == text
+        assert page.evaluate("() => document.activeElement.className") == "tw-type"
         assert hits(page) == [(1, 5)] and page.locator(".tw-both-words .tw-word").count() == 20
-    page.close()
+
+
+# --- the atlas
+
+
+@pytest.fixture
+def open_atlas(browser):
+    """Open an atlas from disk; a message, an error, or a request but for its files fails."""
+    pages, wrong = [], []
+
+    def go(folder, address="", wait=".tw-hit"):
+        page = browser.new_page(viewport={"width": 1400, "height": 900})
+        pages.append(page)
+        page.files = []
+        wrong.append(watch(page))
+        page.on("request", lambda one: page.files.append(one.url.removeprefix(folder.as_uri())))
+        page.goto(f"{(folder / 'index.html').as_uri()}{address}")
+        page.wait_for_selector(wait, state="attached")
+        return page
+
+    yield go
+    for page in pages:
+        page.close()
+        assert all(name[0] == "/" for name in page.files)
+    assert not any(wrong)
+
+
+def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_path):
+    counted = trace.aggregate_run(tiny_run, "ba de fun " * 40 + "fun fun de ba " * 20)
+    counted.save(tmp_path / "counted.npz")
+    inspector.write_note(tmp_path / "mine.txt", 1, 3, "ends of words")
+    command = ["atlas", str(tiny_run), "--aggregate", str(tmp_path / "counted.npz")]
+    command += ["--labels", str(tmp_path / "mine.txt"), "--out", str(tmp_path / "atlas")]
+    assert main(command) == 0
+    fires, sums, largest = counted.neurons()
+    layer, neuron = np.unravel_index(fires.argmax(), fires.shape)
+    page = open_atlas(tmp_path / "atlas", f"#layer={layer}&neuron={neuron}", wait=".tw-word")
+    page.wait_for_selector(".tw-example")
+    often = fires[layer, neuron]
+    expected = 100 * often / counted.num_tokens, sums[layer, neuron] / often, largest[layer, neuron]
+    np.testing.assert_allclose(values(page, ".tw-neuron .tw-fact b"), expected, rtol=0.06)
+    page = open_atlas(tmp_path / "atlas", "#layer=1&neuron=3", wait=".tw-noted")
+    assert texts(page, ".tw-noted") == ["ends of words"]
+    lines = gzip.decompress((tmp_path / "atlas" / "neurons.jsonl.gz").read_bytes()).splitlines()
+    neurons = [json.loads(line) for line in lines]
+    assert [one["fires"] for one in neurons] == fires.reshape(-1).tolist()
+    one = neurons[fires.shape[1] + 3]
+    assert (one["layer"], one["neuron"], one["note"]) == (1, 3, "ends of words")
+
+
+def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas, tmp_path):
+    inspector.write_atlas(SHIPPED, tmp_path)
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 15e6
+    page = open_atlas(tmp_path)
+    click(page, ".tw-overview button.tw-item", 3)
+    assert all(name.startswith("3 ") for name in texts(page, "button.tw-hit b"))
+    go_to(page, "layer=3&neuron=49")
+    page.wait_for_selector(".tw-example")
+    picked = page.locator("input[aria-label=neuron]")
+    assert picked.input_value() == "49"
+    click(page, ".tw-kin .tw-chip")
+    other = picked.input_value()
+    assert page.evaluate("location.hash") == f"#layer=3&neuron={other}" != "#layer=3&neuron=49"
+    page.go_back()
+    opened = "() => document.querySelector('input[aria-label=neuron]').value === '49'"
+    page.wait_for_function(opened)
+    for nonsense in ("layer=6&neuron=0", "layer=x&neuron=704", ""):
+        go_to(page, nonsense)
+        picked.wait_for(state="detached")

@@ -1,7 +1,6 @@
 """Lessons run with several parameters, draw readable figures, and match their pages."""
 
 import re
-import shutil
 
 import nbformat
 import numpy as np
@@ -13,20 +12,17 @@ from PIL import Image
 
 from tests.pages import script
 from twell import results
-from twell.trace import aggregate_run
 
 ROOT = results.root()
 LESSONS = script("lessons")
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-# These compute with a model, so their pages differ a little from machine to machine.
-MODEL = "01_format", "04_tokens", "06_downstream", "07_inspect", "11_one_word"
-# They run a tiny model here, in place of the model that ships.
+# These run a tiny model here, in place of the model that ships.
 TINY = "04_tokens", "06_downstream", "07_inspect", "11_one_word"
+# These compute with a model, so their pages differ a little from machine to machine.
+MODEL = "01_format", *TINY
 DRAWN = re.compile(r"^!\[.*\]\((?:.*/)?(\w+)\.png\)", re.M)  # of a page
-WIDGETS = {"07_inspect": "inspector", "11_one_word": "one_word"}
 SMALL = {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3, "sparse_items": 3}
 SMALL |= {"word": None}
-SLOW = pytest.mark.slow
 SLACK = 8  # pixels by which boxes, which are larger than their letters, may overlap
 
 
@@ -45,15 +41,6 @@ def figures(tmp_path, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", blank)
     folder = tmp_path / "figures"
     return {"figures": str(folder), "live_figures": str(folder), "folder": folder}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_run, tmp_path_factory):
-    """A small model with the aggregate that the inspector needs."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    shutil.copytree(tiny_run, folder)
-    aggregate_run(folder).save(folder / "aggregate.npz")
-    return folder
 
 
 def texts(figure):
@@ -96,10 +83,9 @@ def test_lessons_draw_the_tracked_figures(name, figures, model):
     for cell in cells:
         if isinstance(cell.value, Figure):
             assert_readable(cell.value)
-    if name in WIDGETS:
+    if name in ("07_inspect", "11_one_word"):
         assert any(LESSONS.WIDGET in cell.shown for cell in cells)
-        view = (figures["folder"] / f"{WIDGETS[name]}.html").read_text(encoding="utf-8")
-        assert view.startswith("<!doctype html>")
+        assert len([*figures["folder"].glob("*.html")]) == 1
     if name not in MODEL:
         assert page == LESSONS.page(name, cells), "write the pages again: make lessons"
     for block in LESSONS.page(name, cells, outputs=False).split("\n\n"):
@@ -130,33 +116,9 @@ TRY = {
 }
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRY)
 def test_what_a_lesson_proposes_to_try_runs(name):
     cells, names = execute(name, **TRY[name])
     assert {key: names[key] for key in TRY[name]} == TRY[name]
     assert any(cell.shown for cell in cells)
-
-
-def test_figures_without_data_are_named(figures):
-    given = {"by_size": "none-*", "race": "flagship-dense"}
-    cells, _ = execute("09_training_choices", **figures | given)
-    printed = [cell.value for cell in cells if isinstance(cell.value, str)]
-    for name in ("scale_activity", "race"):
-        assert f"{name} is not drawn: nothing is recorded for it here." in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "given", "message"),
-    [
-        ("08_models", {"bench": "."}, "nothing is recorded in .*model.csv"),
-        ("09_training_choices", {"runs": "."}, "no run that fits '85m-50m-"),
-        ("02_sparsity", {"live": True}, "runs/live: `make reproduce` trains them"),
-    ],
-)
-def test_a_lesson_without_its_numbers_says_so(name, given, message, tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
-    shutil.copy(ROOT / "data" / "paper.yaml", tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError, match=message):
-        execute(name, **given)

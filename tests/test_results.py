@@ -21,34 +21,21 @@ def write_run(folder, log="4,8,train,,loss,1\n4,8,train,1,x,2\n", **config):
     return folder
 
 
-def test_the_root_is_found_from_below_and_missing_elsewhere(tmp_path):
-    root = results.root()
-    assert (root / "pyproject.toml").is_file() and results.root(root / "twell") == root
-    assert results.is_recorded(root / "data" / "runs" / "new")
-    assert not results.is_recorded(root / "build") and not results.is_recorded(tmp_path / "data")
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
-        results.root(tmp_path)
-
-
 # --- provenance
 
+CLUSTER = {"WORLD_SIZE": "16"}  # no launch
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "no",  # set by Accelerate's launcher
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
     "FSDP_OFFLOAD_PARAMS": "false",  # the default
     "WORLD_SIZE": "2",
     "LOCAL_WORLD_SIZE": "1",
 }
-LAUNCH = (
-    "accelerate launch --use_fsdp --fsdp_version 2 --fsdp_transformer_layer_cls_to_wrap "
-    "LlamaDecoderLayer --num_machines 2 --num_processes 2"
-)
-STARTS = [({"WORLD_SIZE": "16"}, "python"), (FSDP, LAUNCH)]  # the first is a cluster's variable
+LAUNCH = "accelerate launch --use_fsdp --fsdp_version 2 --num_machines 2 --num_processes 2"
 
 
-@pytest.mark.parametrize(("environment", "start"), STARTS)
+@pytest.mark.parametrize(("environment", "start"), [(CLUSTER, "python"), (FSDP, LAUNCH)])
 def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
     for name in {*FSDP, *results.FSDP_DEFAULTS}:
         monkeypatch.delenv(name, raising=False)
@@ -64,7 +51,7 @@ def test_the_command_says_how_processes_were_started(monkeypatch, environment, s
 def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     monkeypatch.delenv("TWELL_COMMIT", raising=False)
     monkeypatch.setattr(results, "__file__", str(tmp_path / "twell" / "results.py"))
-    commits, one, other = [], tmp_path / "twell" / "results.py", tmp_path / "other.py"
+    one, other = tmp_path / "twell" / "results.py", tmp_path / "other.py"
     one.parent.mkdir()
     for path in (other, one):
         assert results.commit() == "unknown"  # no repository, or another project's
@@ -72,25 +59,24 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
         user = "-c user.name=a -c user.email=a"
         for command in ("init", "add .", f"{user} commit -m x", "rev-parse HEAD"):
             done = subprocess.run(["git", *command.split()], cwd=tmp_path, stdout=subprocess.PIPE)
-        commits.append(done.stdout.decode().strip())
+    commit = done.stdout.decode().strip()
     other.write_text("changed")
-    assert results.commit() == commits[1]
+    assert results.commit() == commit
     one.write_text("changed")
-    assert results.commit() == f"{commits[1]}-dirty"
+    assert results.commit() == f"{commit}-dirty"
     monkeypatch.setenv("TWELL_COMMIT", "given")
     assert results.commit() == "given"
 
 
-@pytest.mark.parametrize("missing", results.PROVENANCE_FIELDS)
-def test_nothing_is_kept_without_provenance(tmp_path, missing):
-    origin = PROVENANCE | {missing: ""}
-    for write in (
-        lambda: results.write_run(tmp_path / "run", {}, origin),
-        lambda: results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin),
-        lambda: results.write_evaluation(tmp_path / "c.json", origin | {"lm_eval": {}}),
-    ):
+def test_nothing_is_kept_without_provenance(tmp_path):
+    for missing in results.PROVENANCE_FIELDS:
+        origin = PROVENANCE | {missing: ""}
         with pytest.raises(ValueError, match=missing):
-            write()
+            results.write_run(tmp_path / "run", {}, origin)
+        with pytest.raises(ValueError, match=missing):
+            results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin)
+        with pytest.raises(ValueError, match=missing):
+            results.write_evaluation(tmp_path / "c.json", origin | {"lm_eval": {}})
     assert not any(tmp_path.iterdir())
 
 
@@ -148,32 +134,28 @@ def test_runs_are_read_back(tmp_path):
     assert log["value"].tolist() == [1, 2] * 3 and log["layer"].isna().tolist() == [True, False] * 3
     assert list(log) == ["run", *results.LOG_COLUMNS]
     assert results.load_runs(tmp_path, "deep-* a d*")[0]["run"].tolist() == ["a", "deep-1"]
-    (only,) = results.load_provenance(tmp_path / "a")["starts"]
-    assert only == PROVENANCE | {"date": None}
     (tmp_path / "b" / "log.csv").write_text(HEADER + "4,8,train,,loss,3\n")  # goes before the other
     assert results.load_run(tmp_path / "b")[1]["value"].tolist() == [3]
 
 
 def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
-    patterns = (("*", FileNotFoundError), ("x* y", FileNotFoundError), ("/x", ValueError))
-    for pattern, error in patterns:
-        with pytest.raises(error, match=str(tmp_path)):
-            results.load_runs(tmp_path, pattern)
+    with pytest.raises(FileNotFoundError):
+        results.load_runs(tmp_path)
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        results.load_runs(tmp_path, "/x")
     runs, log = results.load_runs(tmp_path, "85m-*", required=False)
-    assert runs.empty and runs[runs["complete"]].empty
-    assert log.empty and list(log) == ["run", *results.LOG_COLUMNS]
+    assert runs[runs["complete"]].empty and list(log) == ["run", *results.LOG_COLUMNS]
 
 
-DAMAGED = [
-    ("log.csv", b"step,value\n1,2\n"),
-    ("log.csv.xz", lzma.compress(HEADER.encode())[:-9]),
-    ("provenance.json", b"{}"),
-    ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}).encode()),
-    ("config.yaml", b"text"),
-]
-
-
-@pytest.mark.parametrize(("file", "content"), DAMAGED)
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("log.csv", b"step,value\n1,2\n"),
+        ("log.csv.xz", lzma.compress(HEADER.encode())[:-9]),
+        ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}).encode()),
+        ("config.yaml", b"text"),
+    ],
+)
 def test_a_damaged_file_of_a_run_is_named(tmp_path, file, content):
     folder = write_run(tmp_path / "a")
     if file == "log.csv.xz":
@@ -196,25 +178,12 @@ def test_evaluations_are_read_back(tmp_path):
     results.write_evaluation(tmp_path / "b.json", record)
     results.write_evaluation(tmp_path / "a.json", record | {"backend": "triton"})
     assert results.load_evaluations(tmp_path) == [record | {"backend": "triton"}, record]
-    assert results.load_evaluations(tmp_path / "nothing") == []
     packed.write_bytes(lzma.compress((tmp_path / "b.json").read_bytes()))
     (tmp_path / "b.json").unlink()
     assert results.load_evaluations(tmp_path)[1] == record
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"b\.json\.xz"):
-        results.load_evaluations(tmp_path)
     results.write_evaluation(tmp_path / "b.json", record)  # the new one takes its place
     assert not packed.exists() and results.load_evaluations(tmp_path)[1] == record
-    for damaged in ("{", "[1]", '"text"', '{"model": {"name": "a"}, "backend": "dense"}'):
+    for damaged in ("{", "[1]", '{"model": {"name": "a"}, "backend": "dense"}'):
         (tmp_path / "c.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"c\.json"):
             results.load_evaluations(tmp_path)
-
-
-def test_models_are_called_by_their_run_or_folder(tmp_path, monkeypatch):
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    for path in (tmp_path / "mine", tmp_path / "mine" / "model"):
-        assert results.model_name(path) == "mine"
-    assert results.model_name("SakanaAI/SparseLM1.5B") == "SparseLM1.5B"
-    monkeypatch.chdir(tmp_path / "mine")
-    assert results.model_name(".") == results.model_name("model/") == "mine"

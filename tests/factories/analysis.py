@@ -73,62 +73,6 @@ UNUSED = make_run("unused", 1e-2, 4.4, 4.41, (1, 1))
 UNFINISHED = make_run("unfinished", 5e-4, 4.0, 5.0, (1, 1), complete=False)
 
 
-def with_rows(run, log, rows):
-    """A run whose log has more rows of all layers: step, split, metric, value."""
-    more = pd.DataFrame(rows, columns=["step", "split", "metric", "value"])
-    more = more.assign(run=run["run"], tokens=100 * more["step"], layer=pd.NA)
-    return run, pd.concat([log, more.astype({"layer": "Int64"})], ignore_index=True)
-
-
-def made(name, l1, price, active, dead, **config):
-    """A run, its price in % over a cross-entropy of 4, its dead neurons in %."""
-    loss, window = 4 * (1 + price / 100), (0.9, dead / 100)
-    run = make_run(name, l1, loss, loss + 1, (active, active), window=window, **config)
-    return with_rows(*run, [(2, "train", "cross_entropy", 7), (10, "train", "cross_entropy", 2)])
-
-
-def relufied_run(name, share, active, kl, **config):
-    """A run of `twell relufy` that ends with these active neurons and this divergence."""
-    asked = {"active_share": share, "threshold": 0.0, "teacher": "original", "learning_rate": 1e-3}
-    run = make_run(name, 1e-3 if share else 0.0, 4.0 + kl, 5.0, active, **asked | config)
-    rows = [(0, "valid", "kl", 5.0), (10, "valid", "kl", kl)]
-    rows += [(10, "valid", "cross_entropy_teacher", 4.0)]
-    rows += [(step, "train", "l1_coefficient", 4e-4 * step) for step in (2, 10) if share]
-    return with_rows(*run, rows)
-
-
-TEACHER = "abcdef12" + 56 * "0"  # a hash
-# Marks of a run on each item of two tasks, by name; that of the original ends with TEACHER.
-MARKS = {
-    "no-student-abcdef12": ("00000000", "0000"),
-    "small-original-abcdef12": ("11111111", "1100"),
-    "small-original-00000000": ("00000000", "0000"),
-    "alone": ("11111100", "1100"),
-    "tenth": ("11000000", "1100"),
-    "longer": ("11110000", "0000"),
-}
-
-
-def relufied_study():
-    """ReLU alone and 10% on 1,000 tokens, and 10% on 2,000."""
-    same = {"teacher_sha256": TEACHER}
-    return (
-        relufied_run("alone", 0.0, (60, 40), 0.1, **same),
-        relufied_run("tenth", 0.1, (12, 8), 0.3, **same),
-        relufied_run("longer", 0.1, (11, 8), 0.2, tokens=2000, **same),
-    )
-
-
-def kept_answers(marks=MARKS):
-    """What `study.keep` leaves of each run, with its name."""
-    parts = []
-    for run, of_tasks in marks.items():
-        for task, correct in zip(("piqa", "arc_easy"), of_tasks, strict=True):
-            parts.append(pd.DataFrame({"run": run, "task": task, "correct": map(int, correct)}))
-        parts.append(pd.DataFrame({"run": run, "task": "held_out_text", "nats": [3.0]}))
-    return pd.concat(parts, ignore_index=True)
-
-
 # --- measured rows ----------------------------------------------------------------------------
 
 BASE = "dense torch.compile"

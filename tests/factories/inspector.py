@@ -7,27 +7,6 @@ import numpy as np
 
 from tests.factories.analysis import make_trace  # noqa: F401
 from tests.factories.trace import aggregate_of  # noqa: F401
-from twell.trace import Trace
-
-
-def large_trace(random, tokens, layers, neurons, active):
-    """A trace of English words, with so many active neurons in the mean of a token and layer."""
-    counts = random.poisson(active, layers * tokens)
-    indices = np.concatenate([np.sort(random.choice(neurons, n, replace=False)) for n in counts])
-    words = [f" {word}" for word in "the of and to in that is was for it with as his on be".split()]
-    ids = random.integers(0, len(words), tokens).astype(np.int32)
-    signs = random.choice([-1, 1], len(indices))
-    return Trace(
-        token_ids=ids,
-        strings=[words[n] for n in ids],
-        logprob=-random.exponential(3, tokens).astype(np.float32),
-        sequence=np.zeros(tokens, np.int32),
-        position=np.arange(tokens, dtype=np.int32),
-        indptr=np.concatenate([[0], counts.cumsum()]),
-        indices=indices.astype(np.uint16),
-        values=(random.lognormal(-1, 1, len(indices)) * signs).astype(np.float32),
-        intermediate_size=neurons,
-    )
 
 
 def unpack(data: bytes) -> tuple[dict, dict[str, np.ndarray]]:

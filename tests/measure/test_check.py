@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.factories import SEED, measure
-from tests.factories.measure import K, relative
+from tests.factories.measure import relative
 from tests.factories.ops import as_sparse_ffn
 from twell.measure import check, imposed, sides
 from twell.measure.check import TOLERANCE, Exact, Judge, check_layers
@@ -16,9 +16,9 @@ from twell.sparse import reference
 
 
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 65, 230])
-def test_the_exact_layer_is_that_of_the_reference_and_autograd(num_tokens, gated, monkeypatch):
+def test_the_exact_layer_is_that_of_the_reference_and_autograd(gated, monkeypatch):
     monkeypatch.setattr(check, "CHUNK", 128)
+    num_tokens = 230
     x, w_gate, w_up, w_down = synthetic_layer(num_tokens, 16, 40, active=7, device="cpu", seed=SEED)
     weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
     mask = x.double() @ w_gate.double().t() > 0
@@ -35,25 +35,13 @@ def test_the_exact_layer_is_that_of_the_reference_and_autograd(num_tokens, gated
     leaves = [t.double().requires_grad_() for t in (x, *weights) if t is not None]
     arguments = leaves if gated else [leaves[0], None, *leaves[1:]]
     y = reference.ffn(*arguments)
-    rows_of_one = torch.eye(48, 40, dtype=torch.float64).split(16)  # down projections that show h
-    l1 = sum(reference.ffn(*arguments[:3], rows).abs().sum(1) for rows in rows_of_one)
+    l1 = reference.activations(*arguments[:3])[1].abs().sum(1)
     gradients = torch.autograd.grad((y * dy).sum() + (l1 * dl1).sum(), leaves)
     expected = {f"d{n}": gradient for n, gradient in zip(names, gradients, strict=True)}
     expected |= {"y": y.detach(), "l1": l1.detach()}
     assert set(exact.tensors) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(exact.tensors[name], tensor, msg=name)
-
-
-def test_a_gate_that_rounds_to_zero_is_not_active():
-    half = {"dtype": torch.float16}
-    x, w_gate = torch.full((1, 16), 2.0**-14, **half), torch.full((2, 16), 2.0**-16, **half)
-    w_gate[1] = 1.0
-    weights = w_gate, torch.ones(2, 16, **half), torch.ones(16, 2, **half)
-    exact = Exact.of(x, weights, torch.ones_like(x), torch.ones(1))
-    assert exact.entries == 1  # 2^-26 is nothing in fp16
-    d_gate = exact.tensors["dw_gate"]
-    assert (d_gate[0] == 0).all() and (d_gate[1] != 0).all()
 
 
 @pytest.mark.parametrize("active, gated", [(1, True), (100, True), (100, False)])
@@ -113,14 +101,6 @@ def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated):
         exact.check_step(without_l1.tensors(), "dense")
 
 
-def test_without_active_neurons_only_zero_passes():
-    exact = measure.case(3, active=0, kind=TrainingCase).exact
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in exact.tensors.items()}
-    assert exact.check_step(zeros, "dense")[1] == 0
-    with pytest.raises(ArithmeticError, match="^dx of dense is wrong"):
-        exact.check_step(zeros | {"dx": torch.full((3, K), 1e-2)}, "dense")
-
-
 def test_hidden_states_may_err_as_dense_ones_do():
     g = torch.Generator().manual_seed(SEED)
 
@@ -133,15 +113,11 @@ def test_hidden_states_may_err_as_dense_ones_do():
         assert judge.check(name, exact + noise(0.01)) == pytest.approx(0.01, rel=0.1)
     outside = exact + noise(0.01)
     outside[5] = 0
-    for wrong, message in (
-        (exact + noise(0.015), r"\(case\) of triton are wrong: .* 1\..*e-02, allowed 1\."),
-        (exact * float("nan"), "of triton are wrong"),
-        (outside, "of triton differ from dense ones: relative RMS .*e-01"),
-    ):
-        with pytest.raises(ArithmeticError, match=message):
+    for wrong in (exact + noise(0.015), exact * float("nan"), outside):
+        with pytest.raises(ArithmeticError, match="hidden states .* of triton"):
             judge.check("triton", wrong)
     judge = Judge("hidden states", "", exact, lambda hidden: hidden)
-    with pytest.raises(ArithmeticError, match="relative RMS 6.*e-02, allowed 5.00e-02"):
+    with pytest.raises(ArithmeticError, match="allowed 5.00e-02"):
         judge.check("dense eager", exact + noise(0.065))
 
 

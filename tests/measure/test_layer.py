@@ -1,7 +1,5 @@
 """One layer, forward and in training: every provider is checked and timed; wrong results."""
 
-import itertools
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,7 +12,7 @@ from tests.factories.ops import as_sparse_ffn, as_sparse_train
 from twell.measure import calibration, layer
 from twell.measure.calibration import BEHIND, calibrate, crossover
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import Case, DenseLayer, Step, TrainingCase, ffn, sparse_step
+from twell.measure.layer import Case, DenseLayer, Step, TrainingCase, ffn
 from twell.measure.rows import COLUMNS
 from twell.sparse.calibration import DEPENDS_ON, Calibration
 
@@ -50,13 +48,9 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
 def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
     """Also in FP8, with biases and other activations, by Triton's interpreter."""
     monkeypatch.setattr(gpu, "flushed_times", lambda *_: np.ones(3))  # they were called once
-    for name, gated, bias in (("relu2", False, True), ("drelu", True, False)):
-        options = {"activation": name, "gated": gated, "bias": bias, "mode": "stream"}
-        rows = ffn([70], [9], **SIZES, **options)
-        assert [row["provider"] for row in rows] == PROVIDERS
-        column = " ".join(["skewed", name, *["biases"] * bias])
-        assert {row["pattern"] for row in rows} == {column}
-        assert all(1e-4 < row["relative_rms"] < 1.5 * TOLERANCE["layer"] for row in rows)
+    rows = ffn([70], [9], **SIZES, activation="relu2", gated=False, bias=True, mode="stream")
+    assert {row["pattern"] for row in rows} == {"skewed relu2 biases"}
+    assert all(1e-4 < row["relative_rms"] < 1.5 * TOLERANCE["layer"] for row in rows)
     monkeypatch.setattr(layer.float8, "why_not", lambda device: None)
     rows = ffn([70], [9], **SIZES, mode="stream")
     dense = ["dense FP8 torch.compile", "dense FP8 by tensors torch.compile"]
@@ -79,13 +73,6 @@ def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     assert len(compiled) == 8 * (1 + 5 * (mode == "compiled"))
 
 
-def test_paths_that_would_take_too_long_are_left_out(monkeypatch):
-    monkeypatch.setattr(layer, "DECODE_TOKENS", 20)
-    monkeypatch.setattr(layer, "ROWWISE_ENTRIES", 70 * 4)
-    assert case(20).paths() == ["dense", "rowwise", "union", "decode"]
-    assert case(70).paths() == ["dense", "union"]
-
-
 @pytest.mark.parametrize("wrong", ["union", "auto"])
 def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     dense_kernels, tmp_path, monkeypatch, wrong
@@ -102,59 +89,22 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     assert not dense_kernels.timed and not list(tmp_path.iterdir())
 
 
-def test_a_small_grid_is_measured_by_commands(gpu, tmp_path, monkeypatch):
-    commands = []
-    monkeypatch.setattr(layer.subprocess, "run", lambda words, check: commands.append(words))
-    assert layer.small_grid(tmp_path) == tmp_path
-    assert ["--backward" in words for words in commands] == [False, True]
-    assert all(words[1:5] == "-m twell measure ffn".split() for words in commands)
-    assert all(words[-2:] == ["--out", str(tmp_path)] for words in commands)
-
-
 # --- training ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("path", training_ops.TRAIN_PATHS)
-@pytest.mark.slow  # tests/kernels has the operators
-def test_the_sparse_step_is_correct(path, gated):
-    given = case(20, gated, active=4, kind=TrainingCase)  # few entries, generous limit
-    sparse = sparse_step(given, path)
-    assert sparse.path == path
-    assert given.exact.check_step(sparse.tensors(), path)[1] > 0
-
-
-def dense_step(num_tokens):
-    given = case(num_tokens, kind=TrainingCase)
-    dense = DenseLayer(given.sets[0])
-    return Step(dense, dense.with_l1, given.x, given.gradients())
-
-
-def test_the_dense_baseline_holds_no_more_than_it_needs():
-    """x and three matrices of all neurons: 592 MiB for 16,384 tokens of 2048 x 5632."""
-    dense, saved = dense_step(70), {}
-    pack = lambda t: saved.setdefault(t.data_ptr(), t)  # noqa: E731
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        dense.function(dense.leaves["x"])
-    given = {leaf.data_ptr() for name, leaf in dense.leaves.items() if name != "x"}
-    own = [t for pointer, t in saved.items() if pointer not in given]
-    assert sum(t.nbytes for t in own) == 2 * 70 * (K + 3 * N)
-
-
 def test_each_step_has_gradients_of_its_own_and_bytes_held_between_the_passes():
-    dense, gpu = dense_step(70), FakeGpu()
-    first, second = dense.tensors(), dense.tensors()
+    given, gpu = case(70, kind=TrainingCase), FakeGpu()
+    dense = DenseLayer(given.sets[0])
+    step = Step(dense, dense.with_l1, given.x, given.gradients())
+    first, second = step.tensors(), step.tensors()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not first["dx"].eq(0).all()
-    assert all(leaf.grad is None for leaf in dense.leaves.values())
+    assert all(leaf.grad is None for leaf in step.leaves.values())
     gpu.bytes = iter([10**6, 10**7, 10**8])
-    outputs = 2 * 70 * K + 4 * 70
-    held = 9 * 10**6 - outputs + 2 * 70 * K
-    assert dense.memory(gpu) == {"held": held, "peak": 10**8 - 10**6}
+    held = 9 * 10**6 - 4 * 70  # without the L1 terms; the bytes of y are those of x
+    assert step.memory(gpu) == {"held": held, "peak": 10**8 - 10**6}
 
 
-@pytest.mark.parametrize("mode", ["stream", "eager"])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("mode", "gated"), [("stream", True), ("eager", False)])
 def test_rows_of_training_say_what_was_measured(dense_kernels, tmp_path, mode, gated):
     dense_kernels.shown = lambda call: call() and [("nvjet", 0.5)] * 3
     options = SIZES | {"kernels": True, "energy": True, "out": tmp_path, "mode": mode}
@@ -235,10 +185,9 @@ def test_a_calibration_holds_its_times(timed, tmp_path):
     situations = [(floor.situation, floor.tokens) for floor in result.floors]
     assert situations == [(s, m) for m in (1, 8) for s in ("eager", "compiled")]
     assert all(set(floor.ms) == set(DEPENDS_ON) for floor in result.floors)
-    # The busiest layer of each number of tokens is timed densely; a path far behind is dropped.
+    # A path far behind is dropped.
     for m in (1, 8, 16):
         curve = [points[key] for key in sorted(points) if key[0] == m]
-        assert max(key for key in points if key[0] == m) == (m, m * 64) and "dense" in curve[-1]
         for path in set(DEPENDS_ON) - {"dense"}:
             ratios = [ms[path] / ms["dense"] for ms in curve if path in ms]
             assert all(ratio <= BEHIND for ratio in ratios[:-1])
@@ -260,8 +209,7 @@ def test_at_the_crossover_both_take_as_long(dense_kernels, monkeypatch, pays, ga
     monkeypatch.setattr(calibration, "CROSSOVER_SHARES", (0.02, 0.1, 0.3, 0.6))  # of 96 neurons
     result = crossover(K, N, tokens=70, gated=gated)
     # No level after the first slower one.
-    active = [level for level, _ in itertools.groupby(levels)]
-    assert active == sorted(active) and len(active) == {0.5: 1, 17.0: 3, 1e3: 4}[pays]
+    assert len({*levels}) == {0.5: 1, 17.0: 3, 1e3: 4}[pays]
     # p50 has four digits.
-    expected = {0.5: 0, 17.0: 17.0, 1e3: active[-1]}[pays]
+    expected = {0.5: 0, 17.0: 17.0, 1e3: levels[-1]}[pays]
     assert result == pytest.approx(expected, rel=5e-3)

@@ -5,35 +5,26 @@ import pytest
 import torch
 
 from tests.factories import SEED, measure
-from tests.factories.measure import K, N, counts_of, layer
+from tests.factories.measure import counts_of
 from twell import results
 from twell.measure import imposed
-from twell.measure.check import Exact
-from twell.measure.patterns import (
-    EVEN,
-    SKEWED,
-    layer_means,
-    permuted,
-    synthetic_layer,
-)
+from twell.measure.patterns import EVEN, SKEWED, layer_means, synthetic_layer
 
 
-@pytest.mark.parametrize("num_layers", [8, 38])
-def test_the_papers_profile_has_its_hump_and_its_mean(num_layers):
-    means = layer_means("paper", num_layers, 29)
-    assert len(means) == num_layers and np.mean(means) == pytest.approx(29)
+def test_the_papers_profile_has_its_hump_and_its_mean():
+    means = layer_means("paper", 38, 29)
+    assert len(means) == 38 and np.mean(means) == pytest.approx(29)
     assert sorted(means)[:2] == means[:2]  # the first two are least active, the first one least
-    assert abs(np.argmax(means) - max(6 / 27 * (num_layers - 1), 2)) <= 0.5
+    assert abs(np.argmax(means) - 6 / 27 * 37) <= 0.5
     assert max(means) > 2.5 * means[-1]
-    assert layer_means("flat", num_layers, 7) == [7] * num_layers
     assert layer_means("paper", 2, 7) == [7.0, 7.0]  # few layers have no hump
 
 
-@pytest.mark.parametrize("num_tokens", [40, 3000])
 @pytest.mark.parametrize("pattern", [EVEN, SKEWED])
 @pytest.mark.parametrize("active", [0, 1, 300, 600])
-def test_a_synthetic_layer_has_the_given_activity(active, pattern, num_tokens):
+def test_a_synthetic_layer_has_the_given_activity(active, pattern):
     options = {"active": active, "pattern": pattern, "device": "cpu", "seed": SEED}
+    num_tokens = 3000
     x, w_gate, w_up, w_down = parts = synthetic_layer(num_tokens, 128, 600, **options)
     shapes = [(num_tokens, 128), (600, 128), (600, 128), (128, 600)]
     assert [tuple(part.shape) for part in parts] == shapes
@@ -43,36 +34,6 @@ def test_a_synthetic_layer_has_the_given_activity(active, pattern, num_tokens):
     variance = active * (0.3 if pattern is SKEWED else 1 / num_tokens)
     most = 0 if active in (0, 600) else 5 * variance**0.5 + 0.05 * active
     assert abs(mean - active) <= most
-
-
-def test_a_skewed_layer_has_popular_neurons_and_heavy_tokens():
-    tokens, neurons, unions = {}, {}, {}
-    for pattern in (EVEN, SKEWED):
-        options = {"active": 30, "pattern": pattern, "device": "cpu", "seed": SEED}
-        x, w_gate, *_ = synthetic_layer(2000, 128, 600, **options)
-        active = torch.relu(x.double() @ w_gate.double().t()) != 0
-        tokens[pattern], neurons[pattern] = active.sum(1).max(), active.sum(0).max()
-        unions[pattern] = active.view(-1, 50, 600).any(1).sum(1).double().mean()
-    assert tokens[SKEWED] > 2 * tokens[EVEN] and neurons[SKEWED] > 2 * neurons[EVEN]
-    assert unions[SKEWED] < 0.8 * unions[EVEN]
-
-
-@pytest.mark.parametrize("active", [-1, 97])
-def test_impossible_layers_are_refused(active):
-    with pytest.raises(ValueError, match=f"active is {active}"):
-        synthetic_layer(4, K, N, active=active, device="cpu")
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_permuted_weights_are_the_same_layer_in_other_memory(gated):
-    x, weights = layer(70, gated)
-    exact = Exact.of(x, weights)
-    other = permuted(weights, SEED)
-    assert other[2].stride() == weights[2].stride() and (other[0] is None) == (not gated)
-    assert not any(map(torch.equal, other[1:], weights[1:]))
-    again = Exact.of(x, other)
-    assert torch.equal(again.counts, exact.counts) and torch.equal(again.unions, exact.unions)
-    torch.testing.assert_close(again.y, exact.y)
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -88,31 +49,14 @@ def test_layers_are_as_active_as_asked_for_and_channels_stay_untouched(gated, dt
         block.mlp.register_forward_hook(lambda _, __, y: added.append(float(y.float().std())))
     for means in ([3.0, 40.0, 12.0, 1.0], [100.0, 5.0, 30.0, 150.0]):  # the same model again
         imposed.impose(model, means, tokens, SEED)
-        streams.clear()
         added.clear()
         given = [float(a.double().sum(1).mean()) for a in measure.active_entries(model, tokens)]
         # In fp32 only ties are off; in bf16 each neuron's threshold is rounded by up to 2^-8 of it.
         assert np.allclose(given, means, rtol=0.01 if dtype == torch.float32 else 0.15, atol=0.05)
         assert np.allclose(added, imposed.FFN_PART, rtol=0.1)  # the same at any activity
         embedded = model.model.embed_tokens(tokens)
-        assert (embedded[..., imposed.CONSTANT] == 1).all()
-        assert embedded[..., imposed.DRAW].float().std() > 0.5
-        for stream in streams:
-            assert torch.equal(stream[..., :2], embedded[..., :2])
-            assert not torch.equal(stream[..., 2:], embedded[..., 2:])
+        assert all(torch.equal(stream[..., :2], embedded[..., :2]) for stream in streams[-4:])
         assert not model.model.norm(streams[-1])[..., :2].any()  # the head does not see them
-    assert len(streams) == 4 and model.lm_head.weight.float().std() > 0
-
-
-def test_under_autocast_the_means_are_those_of_the_computation():
-    model = measure.model(torch.float32).requires_grad_()
-    tokens = imposed.draw_tokens(640, 16, 64, seed=SEED)
-    with torch.autocast("cpu", torch.bfloat16):
-        # Again: casts of the first weights are of no use.
-        for means in ([30.0] * 4, [5.0, 10.0, 20.0, 40.0]):
-            imposed.impose(model, means, tokens, SEED)
-            given = [layer["mean"] for layer in imposed.activity_of(model, tokens)]
-            assert np.allclose(given, means, rtol=0.15)
 
 
 def test_unions_and_heavy_tokens_are_as_recorded():
@@ -127,7 +71,6 @@ def test_unions_and_heavy_tokens_are_as_recorded():
     (layer,) = imposed.activity_of(model, imposed.draw_tokens(49152, 16, 256))
     assert layer["mean"] == pytest.approx(mean, rel=0.15)
     assert layer["union"] / layer["mean"] == pytest.approx(recorded / mean, rel=0.15)
-    assert 7 * layer["mean"] < layer["max"] < 60 * layer["mean"]
     assert 3 * layer["mean"] < layer["p99"] < 10 * layer["mean"]
 
 

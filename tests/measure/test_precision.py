@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import twell
 from tests.factories import SEED, measure
 from twell.measure import imposed
 from twell.measure.precision import quality
@@ -18,19 +17,6 @@ from twell.sparse import float8
 NAMES = "dense eager,dense FP8 eager,reference FP8,dense FP8 all eager,reference FP8 all".split(",")
 FFN, ATTENTION = ("gate_proj", "up_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "o_proj")
 IN_FP8 = (), FFN, FFN[:2], FFN + ATTENTION, FFN[:2] + ATTENTION  # projections by row
-
-
-@pytest.fixture(scope="module")
-def model():
-    model = measure.model(max_position_embeddings=64)
-    imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
-    return model
-
-
-@pytest.fixture(scope="module")
-def sequences():
-    tokens = imposed.draw_tokens(640, 12, 30, seed=SEED)
-    return [row[: 30 if number < 9 else 11].tolist() for number, row in enumerate(tokens)] + [[5]]
 
 
 class Rounded(nn.Module):
@@ -61,7 +47,11 @@ def exact(model, sequences, names):
     return np.array(losses)
 
 
-def test_rows_are_the_losses_of_quantised_models(model, sequences, tmp_path):
+def test_rows_are_the_losses_of_quantised_models(tmp_path):
+    model = measure.model(max_position_embeddings=64)
+    imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
+    tokens = imposed.draw_tokens(640, 12, 30, seed=SEED).tolist()
+    sequences = [*tokens[:9], *(row[:11] for row in tokens[9:]), [5]]
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     rows = quality("tiny", model, sequences, batch=4, source="x", out=tmp_path)
     table = pd.read_csv(tmp_path / "quality.csv").set_index("provider")
@@ -89,18 +79,5 @@ def test_rows_are_the_losses_of_quantised_models(model, sequences, tmp_path):
     assert rows["high"][1] - rows["low"][1] == pytest.approx(width, rel=0.25)
     alike = quality("tiny", model, [sequences[0]] * 5, batch=1)
     assert all(row["low"] == row["difference"] == row["high"] for row in alike)
-
-
-@pytest.mark.parametrize(
-    "change, few, message",
-    [
-        (lambda model: model.float(), 12, "tiny is in torch.float32"),
-        (twell.quantize_, 12, "tiny has FP8 weights"),
-        (lambda model: None, 1, "at least two sequences"),
-    ],
-)
-def test_what_has_no_such_rows(model, sequences, change, few, message):
-    model = copy.deepcopy(model)
-    change(model)
-    with pytest.raises(ValueError, match=message):
-        quality("tiny", model, [*sequences[:few], [3]])
+    with pytest.raises(ValueError, match="at least two sequences"):
+        quality("tiny", model, [sequences[0], [3]])

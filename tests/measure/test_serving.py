@@ -12,10 +12,7 @@ from twell.__main__ import main
 from twell.measure import serve
 from twell.measure import serving as module
 
-FEW = {"requests": 3, "prompts": (4, 40), "new_tokens": 5}
 LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
-
-
 SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0, "none": 0.5}
 
 
@@ -59,47 +56,11 @@ def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
     assert rows["prompt_tokens"].tolist() == [sum(lengths)] * 3
 
 
-def test_an_interrupted_measurement_keeps_its_rounds(answers, tmp_path, monkeypatch):
-    serve = GenerationMixin.generate_batch
-
-    def interrupted(*arguments, **options):
-        if len(answers) == 2 * 4 + 3:  # in the second round, before dense
-            raise KeyboardInterrupt
-        return serve(*arguments, **options)
-
-    monkeypatch.setattr(GenerationMixin, "generate_batch", interrupted)
-    command = ["measure", "serve", "2b", *TINY, *LOAD, "--out", str(tmp_path)]
-    assert main(command) == 130
-    assert pd.read_csv(tmp_path / "serve.csv")["rounds"].tolist() == [1, 2, 2]
-
-
-def test_graphs_are_captured_before_the_time_begins(answers, monkeypatch):
-    destroyed = []
-    destroy = "destroy_cached_continuous_batching_manager"
-    monkeypatch.setattr(GenerationMixin, destroy, lambda _: destroyed.append(len(answers)))
-    rows = serve("2b", TINY, **FEW, cuda_graph=True, active=9, seconds=1e-6)  # of one round
-    assert [row["rounds"] for row in rows] == [1, 1, 1]
-    twice = [backend for backend in ("dense", "triton", "auto", "none") for _ in range(2)]
-    assert [backend for backend, *_ in answers[8:]] == twice
-    assert destroyed == list(range(2, 17, 2))
-    for _, _, options in answers:
-        config = options["continuous_batching_config"]
-        assert options["persistent_manager"] and config.use_cuda_graph
-        assert not config.allow_block_sharing
-
-
 @pytest.mark.slow
 def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
     monkeypatch.setattr(module, "ContinuousBatchingConfig", small)
     monkeypatch.setattr(module, "ROUNDS", 1)
-    rows = serve("2b", TINY, **FEW, active=9)
+    rows = serve("2b", TINY, requests=3, prompts=(4, 40), new_tokens=5, active=9)
     assert min(row["requests_per_second"] for row in rows) > 0
     assert all(0 < row["first_token"] <= row["p50"] for row in rows)
-
-
-@pytest.mark.parametrize("words", ["--prompts 128", "--prompts 9-8", "--requests 0"])
-def test_loads_that_are_none_are_refused(dense_kernels, words, capsys):
-    option, value = words.split()
-    assert main(["measure", "serve", "2b", *TINY, option, value]) == 2
-    assert value.split("-")[0] in capsys.readouterr().err

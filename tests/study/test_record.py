@@ -1,8 +1,7 @@
-"""The recorder trains what is not recorded and goes on; `study.keep` reduces a run to small files."""
+"""The recorder trains a run again with its fields; `study.keep` reduces a run to small files."""
 
 import argparse
 import json
-import math
 import shutil
 import sys
 from pathlib import Path
@@ -16,40 +15,6 @@ from study import analysis, keep, record
 from twell import results, trace
 from twell.config import TrainConfig
 
-# Notes its name; a second word that is no number makes it fail.
-PROGRAM = """
-import sys
-with open(sys.argv[1], "a") as file: file.write(sys.argv[2])
-float(sys.argv[3])
-"""
-
-
-def test_parts_go_on_where_they_stopped(tmp_path, monkeypatch):
-    (tmp_path / "fake.py").write_text(PROGRAM)
-    (tmp_path / "logs").mkdir()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    calls = tmp_path / "calls"
-
-    def record_parts(until=math.inf, **parts):
-        made = {name: [f"fake {calls} {c}" for c in commands] for name, commands in parts.items()}
-        monkeypatch.setattr(record, "MEASURED", made)
-        calls.write_text("")
-        given = argparse.Namespace(**PLACES | {"out": tmp_path}, gpus=["0"], until=until)
-        return record.run_all(list(parts), ["0"], given), calls.read_text()
-
-    assert record_parts(a=["a 0"], b=["b 0", "c fails", "d 0"]) == (False, "abc")
-    assert record_parts(a=["a 0"], b=["b 0", "c 0"]) == (True, "bc")  # a is done
-    assert record_parts(until=-math.inf, late=["e 0"]) == (False, "")
-
-
-def config_of(command):
-    words = command.rpartition(" -m ")[2].split()
-    kind = words[words.index("twell") + 1]
-    name = "relufy" if kind == "relufy" else words[words.index("twell") + 2]
-    fields = [word for word in words if "=" in word] + ["teacher=m"] * (kind == "relufy")
-    return vars(TrainConfig.load(name, fields))
-
-
 PLACES = {"out": Path("out"), "corpus": Path("corpus"), "tasks": Path("t"), "model": Path("m")}
 ASKED = "tokens batch_tokens learning_rate l1_coefficient seed warmup_steps active_share threshold"
 ASKED += " fit_tokens l1_zero_steps l1_stage_steps reinit"
@@ -59,60 +24,30 @@ ASKED += " fit_tokens l1_zero_steps l1_stage_steps reinit"
 def test_a_recorded_run_is_trained_again_with_its_fields(name):
     given = argparse.Namespace(gpus=["0", "1"], **PLACES)
     training, kept = (record.completed(one, given) for one in record.training(name))
+    words = training.rpartition("twell ")[2].split()
+    fields = [word for word in words if "=" in word]
+    if words[0] == "relufy":
+        words, fields = ["train", "relufy"], [*fields, "teacher=m"]
+    config = vars(TrainConfig.load(words[1], fields))
     recorded, _ = results.load_run(record.RECORDED / name)
-    config = config_of(training)
     same = {field: config[field] for field in ASKED.split() if field in recorded}
     assert {field: recorded[field] for field in same} == same and len(same) > 6
     assert training.startswith(record.LAUNCHER) == ("300m" in name)
     assert f"study.keep out/runs/{name} " in kept
 
 
-def test_a_run_with_other_fields_has_them_in_its_name():
-    command, kept = record.training("relufy-0.1:tokens=8e7,seed=1")
-    config = config_of(command.format(**PLACES))
-    assert (config["tokens"], config["seed"]) == (8e7, 1)
-    assert (config["l1_stage_steps"], config["valid_every"], config["log_every"]) == (80, 240, 40)
-    assert "{out}/runs/relufy-0.1-tokens-8e7-seed-1 " in kept
-
-
-def test_what_is_left_of_a_command(tmp_path):
-    given = argparse.Namespace(gpus=["0"], **PLACES | {"out": tmp_path})
-    origin = {"device": "d", "versions": {"a": "1"}, "commit": "c", "command": "x"}
-    command = "twell train quick --out {out}/a"
-    assert record.completed(command, given) == f"twell train quick --out {tmp_path}/a"
-    results.write_run(tmp_path / "a", {}, origin)
-    assert record.completed(command, given).endswith("/a --resume")
-    command = f"study.keep runs/r --out {tmp_path}"
-    assert record.completed(command, given) == command
-    (tmp_path / "runs" / "r").mkdir(parents=True)
-    (tmp_path / "runs" / "r" / "log.csv.xz").touch()
-    assert record.completed(command, given) is None
-    assert record.completed("fake", given) == f"fake --out {tmp_path / 'bench'}"
-
-
-@pytest.fixture
-def tasks_folder(tmp_path):
-    """Two items of each of the seven tasks."""
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    item = {"query": "bada _ baga", "choices": ["bada", "gain du", "a", "b", "c"], "gold": 1}
-    for name in {name.removesuffix("_cloze") for name in keep.TASKS}:
-        (folder / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
-    return folder
-
-
-def keep_run(run, tasks, out, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["keep", str(run), "--tasks", str(tasks), "--out", str(out)])
-    keep.main()
-
-
-def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatch, capsys):
+def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch):
     """Its log, its activity as the log has it, and answers; the weights are deleted."""
     monkeypatch.setenv("TWELL_CACHE", str(tiny / "cache"))
+    item = {"query": "bada _ baga", "choices": ["bada", "gain du", "a", "b", "c"], "gold": 1}
+    for name in {name.removesuffix("_cloze") for name in keep.TASKS}:
+        (tmp_path / f"{name}_test.jsonl").write_text(2 * (json.dumps(item) + "\n"))
     run, out = tmp_path / "run", tmp_path / "kept"
     shutil.copytree(tiny / "run", run)
-    keep_run(run, tasks_folder, out, monkeypatch)
-    assert "the weights are deleted" in capsys.readouterr().out and not (run / "model").exists()
+    command = ["keep", str(run), "--tasks", str(tmp_path), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    keep.main()
+    assert not (run / "model").exists()
     row, log = results.load_run(out / "runs" / "run")
     pd.testing.assert_frame_equal(log, results.load_log(tiny / "run" / "log.csv"))
     assert row["complete"] and "study.keep" in (out / "runs/run/provenance.json").read_text()
@@ -120,16 +55,14 @@ def test_what_is_small_of_a_run_is_kept(tiny, tasks_folder, tmp_path, monkeypatc
     logged = analysis.logged_layers(log, row["intermediate_size"])
     assert kept["value"].tolist() == pytest.approx(logged["mean"].tolist(), rel=1e-3)
     asked = results.load_kept(out / "eval", ".csv.xz")
-    assert asked.groupby("task").size().to_dict() == dict.fromkeys(keep.TASKS, 2) | {
-        "held_out_text": 16
-    }
+    items = dict.fromkeys(keep.TASKS, 2) | {"held_out_text": 16}
+    assert asked.groupby("task").size().to_dict() == items
     loss = asked.loc[asked["task"] == "held_out_text", "nats"].mean()
     last = analysis.last_validation(log.assign(run="run")).query("metric == 'cross_entropy'")
     assert loss == pytest.approx(last["value"].item(), rel=1e-4)
+    command[1] = str(tiny / "run")
     with pytest.raises(SystemExit):  # another run of this name
-        keep_run(tiny / "run", tasks_folder, out, monkeypatch)
-    assert "holds a run run; give another --out" in capsys.readouterr().err
-    assert (tiny / "run" / "model").is_dir()
+        keep.main()
 
 
 def test_answers_are_the_likeliest(tiny):

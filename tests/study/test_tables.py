@@ -1,0 +1,142 @@
+"""Tables of runs, tasks and measured rows, from rows made by hand."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from study import analysis
+from tests.factories import SEED
+from tests.factories.analysis import (
+    BASE,
+    DENSE,
+    GOOD,
+    UNFINISHED,
+    UNUSED,
+    make_run,
+    speed_rows,
+    tables,
+    together,
+)
+
+PRICE = "cross_entropy_change"
+UNION = "triton union"
+
+
+def test_sweep():
+    dead = make_run("dead", 1e-1, 4.8, 4.8, (1, 0.009))
+    dead_too = make_run("dead-too", 2e-1, 4.8, 5.8, (1, 0.5), (0.5, 1.0))
+    unknown = make_run("nan", 5e-2, math.nan, 5.0, (3, 3))
+    runs = tables(dead_too, dead, GOOD, UNFINISHED, UNUSED, DENSE, unknown)
+    table = analysis.sweep(*runs).set_index("run")
+    statuses = ["alive", "alive", "unused", "unused", "dead layer", "dead layer"]
+    names = ["dense", "good", "unused", "nan", "dead", "dead-too"]
+    assert table["status"].to_dict() == dict(zip(names, statuses, strict=True))
+    good = {"l1_coefficient": 1e-3, "tokens": 1000, "cross_entropy": 4.04, "ffn_gain": 0.96}
+    good |= {"active": 2, "active_fraction": 0.02, PRICE: 1.0}
+    good |= {"dead_fraction": 0.3, "dead_fraction_train": 0.5}
+    assert table.loc["good", list(good)].to_dict() == pytest.approx(good)
+    assert math.isnan(table.loc["dense", "dead_fraction_train"])
+    assert analysis.sweep(*tables(GOOD, UNUSED))[PRICE].isna().all()  # no baseline
+
+
+def test_a_sweep_refuses_runs_that_do_not_compare():
+    with pytest.raises(ValueError, match="unfinished"):
+        analysis.sweep(*tables(UNFINISHED))
+    with pytest.raises(ValueError, match="differ in choice: recipe .dense., re-init"):
+        analysis.sweep(*tables(DENSE, make_run("reinit", 1e-3, 4.0, 5.0, (3, 1), reinit=0.1)))
+    for field in ("learning_rate", "num_layers"):
+        runs = [make_run(f"r{n}", 0.0, 4, 5, (3, 1), **{field: n}) for n in (2, 3)]
+        with pytest.raises(ValueError, match=f"differ in {field}: 2"):
+            analysis.sweep(*tables(*runs))
+
+
+def test_noise_is_pooled_over_settings():
+    table = pd.DataFrame({"choice": ["recipe"] * 6 + ["SiLU"] * 2 + ["other"]})
+    table["l1_coefficient"] = [0, 0, 0, 1, 1, 2, 0, 0, 0]
+    table[PRICE] = [1.0, 2.0, 3.0, 5.0, 7.0, 9.0, 4.0, 8.0, 1.0]
+    table["active_fraction"] = [0.1, 0.2, 0.4, 0.03, 0.03, 0.5, 0.99999, 1.0, 0.9]
+    table["dead_fraction_train"] = [0.0, 0.0, 0.0, 0.25, 0.75, np.nan, 0.0, 0.5, 0.1]
+    noise = {column: analysis.seed_noise(table, column) for column in analysis.QUANTITIES}
+    assert noise[PRICE] == (pytest.approx(math.sqrt((2 * 1 + 1 * 2 + 1 * 8) / 4)), 4)
+    # Neither SiLU nor runs that are all equal.
+    assert noise["active_fraction"] == (pytest.approx(math.log(2)), 2)
+    assert noise["dead_fraction_train"] == (pytest.approx(0.5 / math.sqrt(2)), 1)
+    # Student's t: 2.776445 at 97.5% with four degrees of freedom.
+    limit = 2.776445 * math.sqrt(3) * math.sqrt(1 + 1 / 3)
+    assert analysis.noise_limit(table, PRICE, 3, 1) == pytest.approx(limit, rel=1e-6)
+    alone = table.drop_duplicates(["choice", "l1_coefficient"])
+    assert analysis.seed_noise(alone, PRICE)[1] == 0
+    for rows, runs in ((table, 0), (alone, 3)):
+        assert math.isnan(analysis.noise_limit(rows, PRICE, runs, 3))
+
+
+def answers(run, right, task="arc_easy", seed=0):
+    random = np.random.default_rng(seed)
+    correct = (random.random(400) < right).astype(int)
+    return pd.DataFrame({"run": run, "task": task, "correct": correct})
+
+
+def test_answers_are_paired_over_items_and_seeds():
+    def of(dense, sparse):
+        parts = [answers(f"d{n}", p, seed=n) for n, p in enumerate(dense)]
+        parts += [answers(f"s{n}", p, seed=n) for n, p in enumerate(sparse)]
+        names = [f"d{n}" for n in range(len(dense))], [f"s{n}" for n in range(len(sparse))]
+        return analysis.paired_runs(pd.concat(parts), *names).iloc[0]
+
+    same, worse = of([0.6] * 3, [0.6] * 3), of([0.6] * 3, [0.3] * 3)
+    assert same["difference"] == 0 and same["low"] == same["high"] == 0  # the same answers
+    assert same["verdict"] == "within noise" and same["above_chance"]
+    assert worse["verdict"] == "less" and worse["low"] < worse["difference"] < worse["high"] < 0
+    assert worse["limit"] == pytest.approx(
+        np.hypot((worse["high"] - worse["low"]) / 2, worse["seeds"])
+    )
+    single = of([0.6], [0.3])
+    assert single["verdict"] == "one seed" and np.isnan(single["seeds"])
+    assert not of([0.2] * 3, [0.2] * 3)["above_chance"]
+
+
+def test_models_are_compared_item_by_item():
+    random = np.random.default_rng(SEED)
+    answers = {task: random.integers(0, 2, (2, 400)) for task in ("piqa", "arc_easy")}
+    answers["piqa"][1, :380] = answers["piqa"][0, :380]  # mostly alike
+    records = [{task: marks[one] for task, marks in answers.items()} for one in (0, 1)]
+    table = analysis.paired_records(*records).set_index("task")
+    assert list(table.index) == ["arc_easy", "piqa", "mean"] and table["items"]["mean"] == 800
+    resampled = []
+    for task, marks in answers.items():
+        gains = marks[0] - marks[1]
+        assert table["difference"][task] == pytest.approx(gains.mean())
+        drawn = gains[random.integers(0, 400, (10_000, 400))].mean(1)
+        resampled.append(drawn)
+        bounds = table.loc[task, ["low", "high"]].to_numpy(float)
+        np.testing.assert_allclose(bounds, np.percentile(drawn, [2.5, 97.5]), atol=0.005)
+    bounds = table.loc["mean", ["low", "high"]].to_numpy(float)
+    expected = np.percentile(np.mean(resampled, axis=0), [2.5, 97.5])
+    np.testing.assert_allclose(bounds, expected, atol=0.005)
+
+
+def near(*values):
+    return pytest.approx(values, nan_ok=True)
+
+
+def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
+    cases = [{}, {"mode": "graph", "weight_sets": 8}, {"mode": "graph"}, {"device": "other"}]
+    cases += [{"gated": False}, {"pattern": "even"}, {"dtype": "float32"}]
+    parts = [
+        speed_rows(64, 29.0, {BASE: 3.0 + 2 * n, UNION: 2.0}, **case)
+        for n, case in enumerate(cases)
+    ]
+    parts += [speed_rows(64, 31.0, {BASE: 17.0, UNION: 2.0})]
+    table = analysis.speedups(together(*parts))
+    assert sorted(table.loc[table["provider"] == UNION, "speedup"]) == [1.5 + n for n in range(8)]
+    assert (table.loc[table["provider"] == BASE, "speedup"] == 1).all() and len(table) == 16
+    spread = {"p20": [9.0, 4.0], "p80": [12.0, 6.0]}
+    one = analysis.speedups(speed_rows(64, 29.0, {BASE: 10.0, UNION: 5.0}, **spread))
+    union = one.set_index("provider").loc[UNION]
+    assert union[["speedup_low", "speedup", "speedup_high"]].tolist() == near(1.5, 2, 3)
+    times = {BASE: 2.0, UNION: 1.0, "auto": 1.0}
+    table = analysis.speedups(speed_rows(500, 29.0, times, energy=[1000.0, 600.0, np.nan]))
+    assert table["energy_per_token"].tolist() == near(2, 1.2, np.nan)
+    assert table["energy_change"].tolist() == near(0, -40, np.nan)
