@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from triton.runtime import driver
 
-from twell.kernels.common import empty_output
 from twell.sparse.activations import Weights
 
 # More tokens keep the GPU busy for longer than the host takes for their launches.
@@ -34,15 +33,14 @@ class Stream:
     def __init__(self):
         self.pool, self.capturing = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self.lock = threading.Lock()
-        self.copies: dict[Hashable, tuple[Tensor, Tensor]] = {}
+        self.copies: dict[Hashable, Tensor] = {}
 
     def copies_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return places for x and y."""
         kind = x.shape[1], x.dtype
         if kind not in self.copies:
-            rows = x.new_empty(MAX_TOKENS, x.shape[1])
-            self.copies[kind] = rows, empty_output(rows)
-        return tuple(rows[: len(x)] for rows in self.copies[kind])
+            self.copies[kind] = x.new_empty(2, MAX_TOKENS, x.shape[1])
+        return self.copies[kind][:, : len(x)].unbind()
 
 
 class Graph(NamedTuple):

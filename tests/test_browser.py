@@ -216,3 +216,25 @@ def test_links_hold_the_whole_state_and_the_search(open_page):
     assert view(page) == expected
     go_to(page, "")  # an edit of the address counts at once
     assert view(page)[0][:6] == first[0][:6] and page.locator("[aria-selected]").count() == 1
+
+
+def test_nonsense_in_an_address_is_as_the_page_begins(open_page):
+    passage = make_trace(SEED, num_tokens=40, context=40)[0]
+    page = open_page([Side("random", passage, aggregate_of(passage))], {"token": 3})
+    page.locator("summary").click()
+    expected = view(page)[0]
+    for nonsense in (
+        "side=7&token=-1&layer=x&neuron=9e9&colour=red&scale=&compression=a",
+        "token=2.5&layer=1.5&layers=2-1&limit=-3&skip_first=maybe&side=none",
+        "finding=yes&where=x&within=a&sort=size&box=1~2~3&state=none",
+    ):
+        go_to(page, nonsense)
+        assert view(page)[0][:6] == expected[:6] and page.locator(".tw-card").count()
+    # Searched words are anything.
+    page.locator(".tw-browse[open]").wait_for(state="attached")
+    words = "a&b=c+d %20~#\u00e9"
+    page.get_by_label("words to find").fill(words)
+    typed = state(page)
+    go_to(page, "")
+    go_to(page, typed)
+    assert page.get_by_label("words to find").input_value() == words

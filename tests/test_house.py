@@ -47,3 +47,30 @@ def test_importing_is_cheap():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.endswith("set()\n")
+
+
+def test_every_public_name_loads():
+    import twell
+
+    for public in twell.__all__:
+        assert getattr(twell, public).__doc__, public
+        # Loading a module puts it into the package under its own name, over anything else.
+        assert not (ROOT / "twell" / f"{public}.py").exists(), public
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        twell.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("format", "ELL TwELL PackedTwELL Hybrid TileUnion BufferOverflow"),
+        ("reference", "ffn gate_pack up_down down union_up_down union_down ffn_forward"),
+        ("trace", "Trace Aggregate aggregate aggregate_run trace_text trace_tokens"),
+        ("model", "SparseLlamaConfig SparseLlamaForCausalLM sparsify densify silence save load"),
+        ("train", "TrainConfig train evaluate Log DeadWindow reinitialize balance"),
+        ("corpus", "documents split prepare Corpus Blocks Stream train_tokenizer load_tokenizer"),
+    ],
+)
+def test_modules_that_moved_hand_on_their_names(module, names):
+    public = importlib.import_module(f"twell.{module}")
+    assert [name for name in names.split() if not hasattr(public, name)] == []

@@ -1,10 +1,17 @@
-"""The shipped model is the recorded run, and the list of runs is up to date."""
+"""What a user installs, and the model that ships."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
+import pytest
+import yaml
+from packaging.requirements import Requirement
 
 from study import analysis
 from twell import results
@@ -16,6 +23,47 @@ from twell.trace import Aggregate
 ROOT = results.root()
 SHIPPED = ROOT / "data" / "checkpoints" / "twell-6m"
 TEXT = "The river rises in the hills north of the town; in most years it can be crossed on foot. "
+
+WHEEL = f"{sys.executable} -m pip wheel -q --no-deps --no-build-isolation -w".split()
+
+
+def run(command, **options):
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize(("gpu", "python"), [("", "3.11"), (".gpu", "3.12")])
+def test_pins_lie_within_the_ranges_and_conda_takes_them(gpu, python):
+    lines = (ROOT / f"requirements{gpu}.lock").read_text().splitlines()
+    pairs = [line.split(" ;")[0].split("==") for line in lines if re.match(r"[\w.-]+==", line)]
+    pins = {name.lower().replace("_", "-"): version for name, version in pairs}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    for text in [*project["dependencies"], *(text for extra in extras for text in extra)]:
+        if not text.startswith("twell["):
+            requirement = Requirement(text)
+            version = pins[requirement.name.lower().replace("_", "-")]
+            assert requirement.specifier.contains(version), text
+    assert ("nvidia-cublas" in pins) == bool(gpu)
+    listed = yaml.safe_load((ROOT / f"environment{gpu}.yml").read_text())["dependencies"]
+    pip = next(entry["pip"] for entry in listed if isinstance(entry, dict))
+    assert pip == [f"-r requirements{gpu}.lock", "-e ."] and f"python={python}" in listed
+
+
+def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
+    copy = tmp_path / "zip"
+    (copy / "twell").mkdir(parents=True)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("__init__.py", "__main__.py", "lazy.py"):
+        shutil.copy(ROOT / "twell" / name, copy / "twell")
+    (copy / "twell" / "kernels").write_text("../kernels")  # as some programs store a link
+    message = "is not a link to ../kernels"
+    done = run([*WHEEL, str(tmp_path), str(copy)], cwd=tmp_path)
+    assert done.returncode and message in done.stderr and not list(tmp_path.glob("*.whl"))
+    for command in (["-c", "import twell"], ["-m", "twell", "info"]):
+        done = run([sys.executable, *command], cwd=copy)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode and message in last and "ln -s" in last
 
 
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):

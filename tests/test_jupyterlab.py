@@ -1,0 +1,143 @@
+"""The widget in JupyterLab, in a browser."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import pytest
+
+import twell
+from tests.browser import IN_BROWSER, neurons
+from twell import trace
+
+pytestmark = IN_BROWSER
+
+
+@contextlib.contextmanager
+def jupyter_lab(folder: Path, root: Path, theme: str = "JupyterLab Light") -> Iterator[str]:
+    """A JupyterLab that shows a folder `root` and keeps its own files in `folder`; its address."""
+    extensions = folder / "settings" / "@jupyterlab"
+    settings = {
+        "apputils-extension/themes": {"theme": theme},
+        "apputils-extension/notification": {"fetchNews": "false"},
+        "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
+    }
+    for name, values in settings.items():
+        path = extensions / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": root}
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
+    command += ["--IdentityProvider.token="]
+    command += [f"--ServerApp.{name}={option}" for name, option in options.items()]
+    folders = "JUPYTER_CONFIG_DIR JUPYTER_DATA_DIR JUPYTER_RUNTIME_DIR IPYTHONDIR".split()
+    environment = {name: str(folder / name) for name in folders} | {
+        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    address = f"http://127.0.0.1:{port}"
+    with open(folder / "log", "w") as log:
+        server = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
+        try:
+            for _ in range(300):
+                try:
+                    urllib.request.urlopen(f"{address}/api/status", timeout=5).close()
+                    break
+                except OSError:
+                    assert server.poll() is None, (folder / "log").read_text()
+                    time.sleep(0.2)
+            yield address
+        finally:
+            server.send_signal(signal.SIGTERM)
+            try:
+                server.wait(20)
+            except subprocess.TimeoutExpired:
+                server.kill()
+
+
+@pytest.fixture
+def lab(tmp_path, tiny_run):
+    """A JupyterLab, dark, with a notebook that makes the widget; yields its address."""
+    trace.aggregate_run(tiny_run, tokens=256).save(tmp_path / "a.npz")
+    cells = [
+        f"import twell\nmodel, aggregate = {str(tiny_run)!r}, {str(tmp_path / 'a.npz')!r}\n"
+        "w = twell.inspect(model, 'ba de fun ' * 9, aggregate=aggregate)\nw",
+        "print('state', w.token, w.layer, w.neuron, w.colour, w.texts)",
+        "w.token = 3; w.preset('Most surprising token'); print('preset', w.token)",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata["kernelspec"] = kernel
+    (tmp_path / "notebooks").mkdir()
+    nbformat.write(notebook, tmp_path / "notebooks" / "inspect.ipynb")
+    with jupyter_lab(tmp_path, tmp_path / "notebooks", "JupyterLab Dark") as address:
+        yield f"{address}/lab/tree/inspect.ipynb?reset"
+
+
+def test_the_widget_in_jupyterlab(browser, lab, tiny_run):
+    page = browser.new_page(viewport={"width": 1500, "height": 1400})
+    page.set_default_timeout(60_000)
+    errors = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(lab)
+
+    def run(cell):
+        page.locator(".jp-Cell .cm-content").nth(cell).click()
+        page.keyboard.press("Shift+Enter")
+
+    def output(start):
+        line = page.locator(".jp-OutputArea-output pre", has_text=start).last
+        line.wait_for()
+        return line.inner_text().strip()
+
+    # Before the kernel is there a cell would be run by nothing.
+    page.get_by_text("Python 3 (ipykernel) | Idle").wait_for()
+    run(0)
+    page.locator(".tw-t").first.wait_for()
+    assert "color-scheme: dark" in page.get_attribute(".twell", "style")
+    model, tokenizer = twell.load(tiny_run)
+    typed = "ba de fun " * 9
+    traced = trace.trace_text(model, tokenizer, typed)
+    assert page.locator(".tw-t").count() == traced.num_tokens
+    layer, token = np.argwhere(traced.counts() > 1)[-1].tolist()
+    page.locator(".tw-t").nth(token).click()
+    page.locator(".tw-layer-name").nth(layer).click()
+    page.locator("button.tw-entry").first.click()
+    page.locator(".tw-both-words").wait_for()  # the kernel answered
+    h = traced.layer(layer)[[token]]
+    neuron = h.indices[np.abs(h.data).argmax()]
+    assert neurons(page)[0] == neuron
+    # JupyterLab leaves the keys to the widget.
+    page.locator(".tw-text").press("ArrowLeft")
+    page.locator(".tw-text").press("ArrowRight")
+    run(1)
+    assert output("state") == f"state {token} {layer} {neuron} neuron ['{typed}']"
+    # Typed text is run, the cursor stays; what Python sets is shown.
+    page.locator(".tw-type").fill("")
+    page.locator(".tw-empty").wait_for()
+    page.keyboard.type("de fun ba de fun", delay=20)
+    expected = trace.trace_text(model, tokenizer, "de fun ba de fun")
+    shown = "(n) => document.querySelectorAll('.tw-t').length === n"
+    page.wait_for_function(shown, arg=expected.num_tokens)
+    assert page.locator(".tw-type").input_value() == "de fun ba de fun"
+    assert page.evaluate("() => document.activeElement.className") == "tw-type"
+    run(2)
+    surprising = int(output("preset").split()[1])
+    assert surprising == np.nanargmin(expected.logprob)
+    page.locator(".tw-t").nth(surprising).and_(page.locator("[aria-selected]")).wait_for()
+    page.close()
+    assert not errors
