@@ -11,6 +11,7 @@ docs/kernel-log.md has the times.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
@@ -37,10 +38,13 @@ class Stream:
 
     def copies_like(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return places for x and y."""
-        kind = x.shape[1], x.dtype
-        if kind not in self.copies:
-            self.copies[kind] = x.new_empty(2, MAX_TOKENS, x.shape[1])
-        return self.copies[kind][:, : len(x)].unbind()
+        most = 1 << (len(x) - 1).bit_length()
+        kind = most, x.shape[1], x.dtype
+        # Tensors made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            if kind not in self.copies:
+                self.copies[kind] = x.new_empty(2, most, x.shape[1])
+            return self.copies[kind][:, : len(x)].unbind()
 
 
 class Graph(NamedTuple):
@@ -58,7 +62,7 @@ class Graph(NamedTuple):
             return self.y.clone() if out is None else out.copy_(self.y)
 
 
-_cases: dict[Hashable, int | Graph] = {}  # the number of calls, then the graph
+_cases: dict[Hashable, float | Graph] = {}  # the number of calls, then the graph
 _streams: dict[tuple[int, int], Stream] = {}  # by device and stream
 
 
@@ -100,7 +104,12 @@ def ffn(
     if known < REPEATS:
         _cases[case] = known + 1
         return path(x, weights, activity=activity, out=out)
-    _cases[case] = graph = _capture(path, x, weights, activity)
+    try:
+        _cases[case] = graph = _capture(path, x, weights, activity)
+    except RuntimeError:  # out of memory, say: the case is launched from now on
+        _cases[case] = -math.inf
+        _streams.pop(_place(x), None)
+        return path(x, weights, activity=activity, out=out)
     return graph.run(x, out)
 
 
@@ -128,6 +137,7 @@ def _capture(path: Callable, x: Tensor, weights: Weights, activity: Tensor | Non
     stream = _streams[place]
     x, y = stream.copies_like(x)
     graph = torch.cuda.CUDAGraph()
+    torch.cuda.current_blas_handle()  # made here: a capture could not make it
     with stream.lock, torch.cuda.stream(stream.capturing):
         # Other threads may allocate meanwhile.
         graph.capture_begin(stream.pool, capture_error_mode="thread_local")

@@ -68,6 +68,23 @@ def test_every_backend_computes_the_reference(gated, activation):
         assert ffn(x[:0]).shape == (0, 2, 32) and ffn.readable
 
 
+@torch.no_grad()
+def test_dense_passes_follow_the_down_projection():
+    ffn, x = quantized(backend="dense"), inputs(3, 7)
+    before, bias = ffn(x), ffn.down_proj.bias.expand_as(x)
+    for change in (torch.Tensor.neg_, torch.Tensor.zero_):
+        change(ffn.down_proj.weight)
+    assert torch.equal(ffn(x), bias) and not torch.equal(before, bias)
+    ffn.down_proj.weight = nn.Parameter(torch.ones_like(ffn.down_proj.weight))
+    assert not torch.equal(ffn(x), bias)
+    handle = ffn.down_proj.register_forward_hook(lambda part, given, y: 0 * y)
+    assert (ffn(x) == 0).all()
+    handle.remove()
+    ffn.down_proj = nn.Sequential(ffn.down_proj, nn.Threshold(1e9, 5.0))
+    ffn.backend = "auto"
+    assert (ffn(x) == 5).all()
+
+
 @pytest.mark.parametrize(
     ("backend", "gated"),
     [

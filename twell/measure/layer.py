@@ -89,6 +89,7 @@ def ffn(
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
     require(plain or not backward, "backward passes are timed of ReLU without biases")
+    require(not (auto and backward), "auto stands for forward passes; leave it out with backward")
     require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
     rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))

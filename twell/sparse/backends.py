@@ -15,7 +15,7 @@ from twell.sparse import float8, reference
 from twell.sparse.activations import Weights, add_bias
 from twell.sparse.observe import Activity, Result, Wants
 from twell.sparse.plan import Choice
-from twell.sparse.projections import tensors_of, why_dense
+from twell.sparse.projections import tensors_of, why_called, why_dense
 
 
 def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
@@ -37,9 +37,11 @@ def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
         h = ffn.edit.of_h(h)
     if (drop := ffn.parts.get("h_dropout")) is not None:
         h = drop(h)
-    if ffn.dense_down is None:
+    called = ffn.dense_down is None or why_called(ffn.down_proj) is not None
+    down = None if called else ffn.down_in_fp8()
+    if down is None:
         return Result(ffn.down_proj(h), l1, activity, hidden)
-    y = add_bias(ffn.dense_down(h), ffn.down_proj.bias)
+    y = add_bias(down(h), ffn.down_proj.bias)
     return Result(y.to(h.dtype), l1, activity, hidden)
 
 
@@ -155,7 +157,7 @@ def operands(ffn: nn.Module, rows: Tensor) -> tuple[Tensor, Weights, Tensor | No
     x, scale, down_fp8 = tensors[0], None, None
     if ffn.quantized and torch.compiler.is_compiling():  # fused with what makes the rows
         x, scale = float8.quantize(x)
-    if (part := ffn.dense_down) is not None and ffn.edit is None:  # which changes down
+    if (part := ffn.down_in_fp8()) is not None:
         down_fp8 = part.weight, part.weight_scale
     return x, Weights(*tensors[1:], gate[2], up[2], down_fp8, ffn.act), scale
 

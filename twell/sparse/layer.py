@@ -79,6 +79,11 @@ def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
         raise ValueError(f"{kind} {name!r} is unknown; use one of {', '.join(known)}")
 
 
+def _version(weight: Tensor) -> tuple[int, int]:
+    """Return what changes when a weight is replaced or written."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+
+
 def _handed_on(holder: str, name: str) -> property:
     """Return an attribute of the layer that its activation or chooser holds."""
 
@@ -169,6 +174,7 @@ class SparseFFN(nn.Module):
         self.edit: Edit | None = None
         self.token_order: TokenOrder | None = None
         self.dense_down: float8.Float8Linear | None = None
+        self._copied: tuple[int, int] | None = None
         self.train_path: str | None = None
         self.capacity = 0
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
@@ -289,8 +295,23 @@ class SparseFFN(nn.Module):
 
     @torch.no_grad()
     def keep_down(self, in_fp8: bool) -> None:
-        """Keep a copy of the down projection in FP8 for dense passes, or drop it."""
-        self.dense_down = float8.Float8Linear.of(self.down_proj, saved=False) if in_fp8 else None
+        """Keep a copy of the down projection in FP8 for dense passes, or drop it.
+
+        None is kept of a projection that has to be called, or whose weight is elsewhere.
+        """
+        part = self.down_proj
+        fits = in_fp8 and why_called(part) is None and not part.weight.is_meta
+        self.dense_down = float8.Float8Linear.of(part, saved=False) if fits else None
+        self._copied = _version(part.weight) if fits else None
+
+    def down_in_fp8(self) -> float8.Float8Linear | None:
+        """The copy of `keep_down`, made anew where the weight has changed; compiled code keeps it."""
+        if self.dense_down is None or self.edit is not None:  # which changes down
+            return None
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self._copied != _version(self.down_proj.weight):
+            self.keep_down(True)
+        return self.dense_down
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and (path := self._quick_path(x)) is not None:
