@@ -77,6 +77,10 @@ def test_dense_passes_follow_the_down_projection():
     assert torch.equal(ffn(x), bias) and not torch.equal(before, bias)
     ffn.down_proj.weight = nn.Parameter(torch.ones_like(ffn.down_proj.weight))
     assert not torch.equal(ffn(x), bias)
+    part, ffn.down_proj = ffn.down_proj, nn.Identity()  # as peft merges
+    part.weight.data -= 1
+    ffn.down_proj = part
+    assert torch.equal(ffn(x), bias)
     handle = ffn.down_proj.register_forward_hook(lambda part, given, y: 0 * y)
     assert (ffn(x) == 0).all()
     handle.remove()

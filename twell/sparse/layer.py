@@ -189,6 +189,11 @@ class SparseFFN(nn.Module):
         self.up_proj = nn.Linear(*sizes, **options)
         self.down_proj = nn.Linear(*sizes[::-1], **options)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "down_proj":  # peft merges in place, which no version shows, and puts it back
+            self._copied = None
+        super().__setattr__(name, value)
+
     @property
     def parts(self) -> dict[str, nn.Module]:
         """The projections, and `h_dropout` where there is one; a subclass may borrow them."""
