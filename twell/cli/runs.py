@@ -10,6 +10,7 @@ import typer
 from twell.cli.common import OUTPUT, RUNS, option
 
 EXAMPLE = "twell runs data/runs --pattern '85m-50m-*'"
+OUT = "A Markdown file: replace the list in it instead of printing one."
 BEGIN = "<!-- runs: python -m twell runs data/runs --out data/README.md -->"
 END = "<!-- end of runs -->"
 COLUMNS = (
@@ -22,14 +23,7 @@ TEXT = "run", "device", "weights"  # aligned left
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of runs.")] = RUNS,
     pattern: Annotated[str, option("Only runs whose names fit.")] = "*",
-    out: Annotated[
-        Path | None,
-        option(
-            "A Markdown file: replace the list in it instead of printing one.",
-            OUTPUT,
-            metavar="FILE",
-        ),
-    ] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
 ) -> None:
     """List runs, also in folders below: size, tokens, L1, loss, activity, speed and weights."""
     from twell import results, tables
