@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from twell.corpus.sources import NO_SOTU, source_files, split
+from twell.corpus.sources import package, source_files, split
 from twell.results import file_hash, naming
 
 END_OF_TEXT = "<|endoftext|>"
@@ -172,14 +172,13 @@ def prepare(
 
 
 def _fingerprints(source: str | None) -> list:
+    """Return what tells the texts of a source from others, as JSON."""
     if source is None:
         return [None]
-    if source != "sotu":
-        return [[file.name, file_hash(file)] for file in source_files(source)]
-    try:
+    if source == "sotu":
+        package("sotu", "the corpus 'sotu'")
         return [["sotu", importlib.metadata.version("sotu")]]
-    except importlib.metadata.PackageNotFoundError:
-        raise ModuleNotFoundError(NO_SOTU) from None
+    return [[file.name, file_hash(file)] for file in source_files(source)]
 
 
 def _tokenize(
