@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from twell.corpus import load_tokenizer
@@ -82,17 +81,6 @@ def _is_original(model: str | Path) -> bool:
     return is_known and fields.get("hidden_act") == "silu"
 
 
-def _load_original(
-    model: str | Path, backend: str | None, dtype: torch.dtype | None, *, in_fp8: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return a model with SiLU as transformers loads it, and its tokenizer."""
-    if backend not in (None, "dense") or in_fp8:
-        given = FP8 if in_fp8 else f"backend {backend!r}"
-        raise ValueError(f"{given} is for layers with ReLU, and {model} has 'silu'")
-    loaded = load_stock(model, dtype or "auto").eval()
-    return loaded, load_tokenizer(str(resolve(model)), loaded.config.vocab_size)
-
-
 class LM(HFLM):
     """lm-eval's loader around one of our models: fp32 log-likelihoods, requests of any length."""
 
@@ -112,7 +100,11 @@ class LM(HFLM):
         in_fp8 = dtype == FP8
         kind = None if dtype is None else getattr(torch, "bfloat16" if in_fp8 else dtype)
         if _is_original(model):
-            loaded, tokenizer = _load_original(model, backend, kind, in_fp8=in_fp8)
+            if in_fp8 or backend not in (None, "dense"):
+                given = FP8 if in_fp8 else f"backend {backend!r}"
+                raise ValueError(f"{given} is for layers with ReLU, and {model} has 'silu'")
+            loaded = load_stock(model, kind or "auto").eval()
+            tokenizer = load_tokenizer(str(resolve(model)), loaded.config.vocab_size)
         else:
             loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
         self.ffns = [part for part in loaded.modules() if isinstance(part, SparseFFN)]
