@@ -65,12 +65,12 @@ KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
 UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
 
-def root(start: str | Path | None = None) -> Path:
-    """Return the repository's root: the nearest folder at or above `start` with data/paper.yaml.
+def root() -> Path:
+    """Return the repository's root: the nearest folder here or above with data/paper.yaml.
 
     Raises FileNotFoundError when there is none, naming where it looked.
     """
-    start = Path(start or Path.cwd()).resolve()
+    start = Path.cwd()
     for folder in (start, *start.parents):
         if (folder / "data" / "paper.yaml").is_file():
             return folder

@@ -14,7 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from lm_eval.api.instance import Instance
@@ -63,13 +63,6 @@ def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]
             yield aloud
     finally:
         logger.setLevel(level)
-
-
-class _AnswerProgress(Progress):
-    """Takes the place of lm-eval's cache of answers, which lm-eval calls for each answer."""
-
-    def add_partial(self, kind: str, request: tuple, answer: Any) -> None:
-        self.add()
 
 
 def _is_original(model: str | Path) -> bool:
@@ -139,7 +132,9 @@ class LM(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         self.asked_by = [request.task_name for request in requests]
-        self.set_cache_hook(_AnswerProgress(len(requests), "requests, longest first", self.say))
+        progress = Progress(len(requests), "requests, longest first", self.say)
+        # lm-eval hands each answer to its cache.
+        self.set_cache_hook(SimpleNamespace(add_partial=lambda *answer: progress.add()))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(
