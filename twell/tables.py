@@ -55,13 +55,11 @@ def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     run whose files lack one of the first.
     """
     fields = ["parameters", "tokens", "l1_coefficient", "seed", "intermediate_size"]
-    for run in runs.to_dict("records"):
-        missing = [name for name in fields if run.get(name) in (None, "") or pd.isna(run[name])]
-        if missing:
+    table = runs.set_index("run").reindex(columns=fields)
+    for run, lacks in table.isna().iterrows():
+        if missing := ", ".join(lacks.index[lacks]):
             files = "config.yaml and provenance.json; put back copies of them"
-            path = run.get("path", run["run"])
-            raise ValueError(f"{path} has no {', '.join(missing)} in {files}")
-    table = runs.set_index("run")[fields].copy()
+            raise ValueError(f"the run {run} has no {missing} in {files}")
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
     means = means.reindex(columns=["cross_entropy", "active_mean", "dead_fraction"])
     table = table.join(means.rename(columns={"active_mean": "active"}))
