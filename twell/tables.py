@@ -79,15 +79,13 @@ def logged_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
     rows = log[(log["split"] == "valid") & log["layer"].notna()]
     if rows.empty:
         raise ValueError("the log has no validation; let the run finish")
-    last = rows[rows["step"] == rows["step"].max()]
+    last = rows[rows["step"] == rows["step"].max()].astype({"layer": int})
     names = {"active_mean": "mean", "active_p99": "p99", "active_max": "max"}
     names |= {"dead_fraction": "dead"}
     table = last.pivot(index="layer", columns="metric", values="value")[list(names)]
     table = table.rename(columns=names).rename_axis(columns=None).reset_index()
-    table = table.astype({"layer": int})
-    table["active_fraction"] = table["mean"] / intermediate_size
-    table["max_over_mean"] = table["max"] / table["mean"]
-    return table
+    fraction, ratio = table["mean"] / intermediate_size, table["max"] / table["mean"]
+    return table.assign(active_fraction=fraction, max_over_mean=ratio)
 
 
 def evaluations(records: Iterable[dict]) -> pd.DataFrame:
