@@ -7,10 +7,9 @@ is loaded too, before or after, it knows SparseLlamaForCausalLM.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
-from twell.lazy import load_after
+from twell.lazy import hand_on, load_after
 
 if not Path(__file__).with_name("kernels").is_dir():
     raise ImportError(
@@ -21,55 +20,23 @@ if not Path(__file__).with_name("kernels").is_dir():
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "TwELL": "sparse.formats",
-    "PackedTwELL": "sparse.formats",
-    "ELL": "sparse.formats",
-    "Hybrid": "sparse.formats",
-    "TileUnion": "sparse.formats",
-    "BufferOverflow": "sparse.formats",
-    "SparseFFN": "sparse.layer",
-    "backend_status": "sparse.layer",
-    "ffn": "sparse.ops",
-    "warm_up": "sparse.ops",
-    "SparseLlamaConfig": "models",
-    "SparseLlamaForCausalLM": "models",
-    "sparsify": "models",
-    "densify": "models",
-    "register_adapter": "models",
-    "load": "models",
-    "collect_l1": "models",
-    "l1_by_layer": "models",
-    "with_l1": "models",
-    "intervene": "models",
-    "silence": "models",
-    "order_tokens": "models",
-    "quantize_": "models",
-    "dequantize_": "models",
-    "Float8DynamicActivationFloat8WeightConfig": "sparse.float8",
-    "PerRow": "sparse.float8",
-    "tune": "measure.tune",
-    "SparseTraining": "sparse.training",
-    "TrainConfig": "config",
-    "Trace": "trace",
-    "Aggregate": "trace",
-    "inspect": "inspector.widget",
-}
-_MODULES = set("format reference model corpus results measure evaluate train inspector".split())
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str):
-    if name in _HOME:
-        return getattr(importlib.import_module(f"twell.{_HOME[name]}"), name)
-    if name in _MODULES:
-        return importlib.import_module(f"twell.{name}")
-    raise AttributeError(f"module 'twell' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME, *_MODULES})
-
+__getattr__, __dir__, __all__ = hand_on(
+    __name__,
+    {
+        ".config": "TrainConfig",
+        ".inspector.widget": "inspect",
+        ".measure.tune": "tune",
+        ".models": "SparseLlamaConfig SparseLlamaForCausalLM sparsify densify register_adapter load "
+        "collect_l1 l1_by_layer with_l1 intervene silence order_tokens quantize_ dequantize_",
+        ".sparse.float8": "Float8DynamicActivationFloat8WeightConfig PerRow",
+        ".sparse.formats": "TwELL PackedTwELL ELL Hybrid TileUnion BufferOverflow",
+        ".sparse.layer": "SparseFFN backend_status",
+        ".sparse.ops": "ffn warm_up",
+        ".sparse.training": "SparseTraining",
+        ".trace": "Trace Aggregate",
+    },
+    "format reference model corpus results measure evaluate train inspector",
+)
 
 # Each of the later ones imports the one before it, and Llama needs all of them.
 _AUTO = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import types
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerFast
 
-    from twell.corpus import Blocks, Corpus, Stream
+    from twell.corpus import Blocks, Stream
     from twell.models import SparseLlamaConfig
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -185,14 +186,11 @@ class TrainConfig:
         if Path(name).is_file() and (Path(name).parent / "provenance.json").is_file():
             # Runs of versions without this field parsed special tokens.
             fields.setdefault("parse_special", True)
-        given: dict[str, str] = {}
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
                 raise ValueError(f"{override!r} is no override; write key=value, such as seed=1")
-            if key in given:
-                raise ValueError(f"{key} is given twice: {given[key]} and {override}")
-            given[key], fields[key] = override, _yaml(value, override)
+            fields[key] = _yaml(value, override)
         for key in fields:
             if key not in _TYPES:
                 raise ValueError(f"unknown field {key!r}; there are {', '.join(_TYPES)}")
@@ -234,24 +232,15 @@ class TrainConfig:
                 parse_special=self.parse_special,
             )
             return tokenizer, stream, corpus.Blocks(stream.valid, self.context)
-        text = self._prepare(self.source, self.valid_source, self.parse_special)
-        train = self._mixed(text.train) if self.sampled_share else text.train
+        options = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
+        prepare = functools.partial(corpus.prepare, cache=cache_folder(), **options)
+        fields = {"valid_source": self.valid_source, "parse_special": self.parse_special}
+        text = prepare(self.source, **fields)
+        train = self._mixed(text.train, prepare) if self.sampled_share else text.train
         valid = corpus.Blocks(text.valid[: self.valid_tokens], self.context)
         return text.tokenizer, corpus.Blocks(train, self.context, self.seed), valid
 
-    def _prepare(self, source: str, valid_source: str | None, parse_special: bool) -> Corpus:
-        from twell import corpus
-
-        return corpus.prepare(
-            source,
-            vocab_size=self.vocab_size,
-            cache=cache_folder(),
-            valid_source=valid_source,
-            tokenizer=self.tokenizer,
-            parse_special=parse_special,
-        )
-
-    def _mixed(self, train: np.ndarray) -> np.ndarray:
+    def _mixed(self, train: np.ndarray, prepare: Callable) -> np.ndarray:
         """Append the teacher's samples, repeated or cut to `sampled_share` of the result."""
         import numpy as np
 
@@ -261,9 +250,11 @@ class TrainConfig:
                 f"{path}, the samples of this run's teacher, is missing: put it back, or set "
                 "TWELL_CACHE to the folder that has it"
             )
-        parse_special = self.parse_special or self.sampled_chat
-        # With a valid_source, no sample is held out.
-        written = self._prepare(str(path), self.valid_source or str(path), parse_special).train
+        fields = {
+            "valid_source": self.valid_source or str(path),  # so that no sample is held out
+            "parse_special": self.parse_special or self.sampled_chat,
+        }
+        written = prepare(str(path), **fields).train
         number = round(len(train) * self.sampled_share / (1 - self.sampled_share))
         return np.concatenate([train, np.resize(written, number)])
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -163,26 +162,20 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         named = f"The twin is the run `{twin.row['run']}` of commit {twin.row['commit']}"
         price = f"\n{named}; the price is {percent:+.2f}% cross-entropy.\n"
 
-    def line(title: str, cell: Callable[[_Run], str]) -> list[str]:
-        return [title, *map(cell, runs)]
-
+    silenced = "cross_entropy_silenced"
     rows = [
         ["", "this model", *("its twin" for _ in twins)],
-        line("L1 coefficient", lambda one: f"{one.row['l1_coefficient']:g}"),
-        line("cross-entropy, nats a token", lambda one: f"{one.last('cross_entropy'):.4f}"),
+        ["L1 coefficient", *(f"{one.row['l1_coefficient']:g}" for one in runs)],
+        ["cross-entropy, nats a token", *(f"{one.last('cross_entropy'):.4f}" for one in runs)],
         ["the same from the stored weights, in bf16", f"{loss:.4f}", *("" for _ in twins)],
-        line(
-            "the same without feed-forward layers",
-            lambda one: f"{one.last('cross_entropy_silenced'):.4f}",
-        ),
-        line("active neurons a layer and token", lambda one: f"{one.active:.3g}"),
-        line("inactive", lambda one: f"{one.inactive:.2f}%"),
+        ["the same without feed-forward layers", *(f"{one.last(silenced):.4f}" for one in runs)],
+        ["active neurons a layer and token", *(f"{one.active:.3g}" for one in runs)],
+        ["inactive", *(f"{one.inactive:.2f}%" for one in runs)],
     ]
     layers = [["layer", "active neurons, mean", "99th percentile", "maximum", "never active"]]
     for n in run.layers.itertuples():
-        layers.append(
-            [n.layer, f"{n.mean:.3g}", f"{n.p99:g}", f"{n.max:g}", f"{100 * n.dead:.2g}%"]
-        )
+        numbers = f"{n.mean:.3g}", f"{n.p99:g}", f"{n.max:g}", f"{100 * n.dead:.2g}%"
+        layers.append([n.layer, *numbers])
     steered = run.log.query("split == 'train' and metric == 'threshold'")["value"]
     threshold = [row.get("threshold") or 0, *steered][-1]
     facts = [
@@ -207,21 +200,14 @@ def _card(out: Path, runs: list[_Run], loss: float, valid_tokens: int, text: str
         active=run.active,
         share=100 - run.inactive,
         twin=price,
-        rows=_table(rows),
-        layers=_table(layers),
-        facts=_table(facts),
+        rows=tables.markdown(rows),
+        layers=tables.markdown(layers),
+        facts=tables.markdown(facts),
         valid_tokens=valid_tokens,
         text=text,
         command=_portable(start["command"]),
         resumes=", resumed " + " and ".join(resumed) if resumed else "",
     )
-
-
-def _table(rows: list[list[str]]) -> str:
-    """Return rows as a Markdown table; the first one is its head."""
-    head, *rest = [f"| {' | '.join(map(str, cells))} |" for cells in rows]
-    rule = "|---|" + "---:|" * (len(rows[0]) - 1)
-    return "\n".join([head, rule, *rest])
 
 
 def _portable(command: str) -> str:

@@ -74,7 +74,10 @@ def write_layer(folder: Path) -> Path:
     part = folder.with_name(f".{folder.name}.part")
     if part.exists():
         shutil.rmtree(part)
-    files = {f"{name}.py": _relative(text) for name, text in _sources("sparse/stateless").items()}
+    files = {
+        f"{name}.py": re.sub(r"^( *from )twell\.(?=kernels|sparse)", r"\1..", text, flags=re.M)
+        for name, text in _sources("sparse/stateless").items()
+    }
     files |= {"__init__.py": INIT, "layers.py": LAYERS}
     files |= {"kernels/__init__.py": "", "sparse/__init__.py": ""}
     files["options.json"] = json.dumps(OPTIONS, indent=1) + "\n"
@@ -100,11 +103,6 @@ def _sources(name: str) -> dict[str, str]:
         if name not in sources:
             sources[name] = (root / f"{name}.py").read_text(encoding="utf-8")
             for part, module, imported in IMPORT.findall(sources[name]):
-                names += [
-                    f"{part}/{one}" for one in [module] * bool(module) or imported.split(", ")
-                ]
+                modules = [module] if module else imported.split(", ")
+                names += [f"{part}/{one}" for one in modules]
     return dict(sorted(sources.items()))
-
-
-def _relative(source: str) -> str:
-    return re.sub(r"^( *from )twell\.(?=kernels|sparse)", r"\1..", source, flags=re.M)

@@ -12,22 +12,25 @@ from typing import Any
 
 
 def hand_on(
-    package: str, modules: Mapping[str, str]
+    package: str, modules: Mapping[str, str], attributes: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package.
 
     package: its `__name__`. modules: by module, as ".name" in the package or in full, the public
-    names in it, with spaces between.
+    names in it, with spaces between. attributes: modules that are attributes before their import.
     """
     homes = {name: module for module, names in modules.items() for name in names.split()}
+    inner = attributes.split()
 
     def load(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name], package), name)
+        if name in homes:
+            return getattr(importlib.import_module(homes[name], package), name)
+        if name in inner:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(sys.modules[package]), *homes, *inner})
 
     return load, listed, sorted(homes)
 

@@ -65,12 +65,12 @@ KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
 UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
 
-def root(start: str | Path | None = None) -> Path:
-    """Return the repository's root: the nearest folder at or above `start` with data/paper.yaml.
+def root() -> Path:
+    """Return the repository's root: the nearest folder here or above with data/paper.yaml.
 
     Raises FileNotFoundError when there is none, naming where it looked.
     """
-    start = Path(start or Path.cwd()).resolve()
+    start = Path.cwd()
     for folder in (start, *start.parents):
         if (folder / "data" / "paper.yaml").is_file():
             return folder
@@ -302,11 +302,6 @@ def remove_unfinished(folder: str | Path) -> None:
             path.unlink()
 
 
-def log_path(folder: str | Path) -> Path:
-    """Return the log in a run's folder: log.csv, or log.csv.xz where only that exists."""
-    return kept(Path(folder) / "log.csv")
-
-
 def load_provenance(folder: str | Path) -> dict:
     """Read a run's provenance. `starts` has an entry for each start, at least one.
 
@@ -344,22 +339,22 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     Raises FileNotFoundError or ValueError naming the file that is missing or not whole.
     """
     folder = Path(folder)
-    files = folder / "config.yaml", folder / "provenance.json", log_path(folder)
+    path, log = folder / "config.yaml", kept(folder / "log.csv")
+    files = path, folder / "provenance.json", log
     if missing := ", ".join(file.name for file in files if not file.is_file()):
         raise FileNotFoundError(f"{folder} is not a run: it has no {missing}")
-    path = folder / "config.yaml"
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise _damaged(path, f"is not YAML: {error}") from None
     if not isinstance(config, dict):
         raise _damaged(path, "is no configuration: expected lines of the form key: value")
-    origin, log = load_provenance(folder), load_log(log_path(folder))
+    origin = load_provenance(folder)
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
     if "teacher_sha256" in origin:
         row["teacher_sha256"] = origin["teacher_sha256"]
-    return row, log
+    return row, load_log(log)
 
 
 def load_runs(
@@ -380,11 +375,11 @@ def load_runs(
             f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}"
         ) from None
     paths = sorted(path.parent for path in found if path.with_name("provenance.json").is_file())
-    if not paths and required:
-        named = "" if pattern == "*" else f" that fits {pattern!r}"
-        files = "config.yaml, provenance.json and log.csv"
-        raise FileNotFoundError(f"no run{named} in {folder}: a run is a folder with {files}")
     if not paths:
+        if required:
+            files = "config.yaml, provenance.json and log.csv"
+            named = f"no run that fits {pattern!r} in {folder}"
+            raise FileNotFoundError(f"{named}: a run is a folder with {files}")
         runs = pd.DataFrame(columns=["run", "path", "complete", "device"])
         return runs.astype({"complete": bool}), pd.DataFrame(columns=["run", *LOG_COLUMNS])
     rows, logs = zip(*map(load_run, paths), strict=True)

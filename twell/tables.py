@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -19,6 +19,13 @@ def level_name(l1: float) -> str:
         return f"{l1:g}"
     mantissa, exponent = f"{l1:.2e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
+
+
+def markdown(rows: Sequence[Sequence], left: Sequence[int] = (0,)) -> str:
+    """Return rows as a Markdown table. The first one is its head; `left` columns align left."""
+    head, *rest = [f"| {' | '.join(map(str, cells))} |" for cells in rows]
+    rule = ["---" if column in left else "---:" for column in range(len(rows[0]))]
+    return "\n".join([head, f"|{'|'.join(rule)}|", *rest])
 
 
 def last_validation(log: pd.DataFrame) -> pd.DataFrame:
@@ -48,13 +55,11 @@ def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     run whose files lack one of the first.
     """
     fields = ["parameters", "tokens", "l1_coefficient", "seed", "intermediate_size"]
-    for run in runs.to_dict("records"):
-        missing = [name for name in fields if run.get(name) in (None, "") or pd.isna(run[name])]
-        if missing:
+    table = runs.set_index("run").reindex(columns=fields)
+    for run, lacks in table.isna().iterrows():
+        if missing := ", ".join(lacks.index[lacks]):
             files = "config.yaml and provenance.json; put back copies of them"
-            path = run.get("path", run["run"])
-            raise ValueError(f"{path} has no {', '.join(missing)} in {files}")
-    table = runs.set_index("run")[fields].copy()
+            raise ValueError(f"the run {run} has no {missing} in {files}")
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
     means = means.reindex(columns=["cross_entropy", "active_mean", "dead_fraction"])
     table = table.join(means.rename(columns={"active_mean": "active"}))
@@ -74,15 +79,13 @@ def logged_layers(log: pd.DataFrame, intermediate_size: int) -> pd.DataFrame:
     rows = log[(log["split"] == "valid") & log["layer"].notna()]
     if rows.empty:
         raise ValueError("the log has no validation; let the run finish")
-    last = rows[rows["step"] == rows["step"].max()]
+    last = rows[rows["step"] == rows["step"].max()].astype({"layer": int})
     names = {"active_mean": "mean", "active_p99": "p99", "active_max": "max"}
     names |= {"dead_fraction": "dead"}
     table = last.pivot(index="layer", columns="metric", values="value")[list(names)]
     table = table.rename(columns=names).rename_axis(columns=None).reset_index()
-    table = table.astype({"layer": int})
-    table["active_fraction"] = table["mean"] / intermediate_size
-    table["max_over_mean"] = table["max"] / table["mean"]
-    return table
+    fraction, ratio = table["mean"] / intermediate_size, table["max"] / table["mean"]
+    return table.assign(active_fraction=fraction, max_over_mean=ratio)
 
 
 def evaluations(records: Iterable[dict]) -> pd.DataFrame:
@@ -112,13 +115,12 @@ def evaluations(records: Iterable[dict]) -> pd.DataFrame:
                 metric, _, kind = key.partition(",")
                 if metric.startswith("acc") and not metric.endswith("_stderr"):
                     computed = record["backend"], record["dtype"], task, metric
-                    error = scores[f"{metric}_stderr,{kind}"]
-                    numbers = (
-                        np.nan if x in ("N/A", None) else x for x in (error, facts["chance"])
-                    )
-                    rows.append((*of_model, *computed, scores["sample_len"], accuracy, *numbers))
+                    numbers = accuracy, scores[f"{metric}_stderr,{kind}"], facts["chance"]
+                    rows.append((*of_model, *computed, scores["sample_len"], *numbers))
     numbers = ["items", "accuracy", "stderr", "chance"]
     table = pd.DataFrame(rows, columns=[*EVALUATED, *COMPUTED, "task", "metric", *numbers])
+    for name in ("stderr", "chance"):  # lm-eval's "N/A" and None become NaN
+        table[name] = pd.to_numeric(table[name], errors="coerce")
     return table.assign(verdict=verdicts(table))
 
 
@@ -129,12 +131,10 @@ def _weights(record: dict) -> tuple[str, ...]:
 
 def verdicts(table: pd.DataFrame) -> pd.Series:
     """Of accuracies against chance, as `evaluations` says."""
-    accuracy, stderr, chance = (
-        table[name].astype(float) for name in ("accuracy", "stderr", "chance")
-    )
+    accuracy, stderr, chance = table[["accuracy", "stderr", "chance"]].astype(float).to_numpy().T
     # An error of 0 is of a few items, all right or all wrong, which say nothing.
-    unknown = (stderr + chance).isna() | (stderr == 0)
-    near = (accuracy - chance).abs() <= NEAR_CHANCE * stderr
+    unknown = np.isnan(stderr + chance) | (stderr == 0)
+    near = np.abs(accuracy - chance) <= NEAR_CHANCE * stderr
     names = ["", "near chance", "above chance"]
     verdicts = np.select([unknown, near, accuracy > chance], names, "below chance")
     return pd.Series(verdicts, table.index, dtype=table["task"].dtype)

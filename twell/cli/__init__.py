@@ -6,6 +6,7 @@ torch and the rest when it runs.
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import sys
@@ -14,19 +15,7 @@ from pathlib import Path
 
 import typer
 
-from twell.cli import (
-    atlas,
-    evaluate,
-    export,
-    info,
-    inspect,
-    layer,
-    measure,
-    relufy,
-    runs,
-    trace,
-    train,
-)
+from twell.cli import measure
 from twell.cli.common import add, group
 
 DEBUG = "--debug"
@@ -39,11 +28,14 @@ UsageError = typer.BadParameter.__base__  # Typer has no public name for it
 app = group(
     "Sparse feed-forward layers for language models. With --debug, bad input prints its traceback."
 )
-for module in (train, relufy, trace, inspect, atlas, evaluate, export, layer):
-    add(app, module.command, module.__name__.split(".")[-1], module.EXAMPLE, "Models")
 app.add_typer(measure.app, name="measure", rich_help_panel=RESULTS)
-for module in (runs, info):
-    add(app, module.command, module.__name__.split(".")[-1], module.EXAMPLE, RESULTS)
+for panel, names in (
+    ("Models", "train relufy trace inspect atlas evaluate export layer"),
+    (RESULTS, "runs info"),
+):
+    for name in names.split():
+        module = importlib.import_module(f"twell.cli.{name}")
+        add(app, module.command, name, module.EXAMPLE, panel)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,27 +10,16 @@ import typer
 from twell.cli.common import BUILD, OUTPUT, Statistics, option
 
 EXAMPLE = "twell atlas data/checkpoints/twell-6m"
+MODEL = "A run or a folder with a model, or an aggregate's .npz file."
+LABELS = "Notes on neurons, lines of LAYER:NEURON TEXT; default: notes.txt beside the model."
+OUT = f"The folder to write; default: {BUILD}/atlas/MODEL."
 
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A run or a folder with a model, or an aggregate's .npz file."
-        ),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
     aggregate: Statistics = None,
-    labels: Annotated[
-        Path | None,
-        option(
-            "Notes on neurons, lines of LAYER:NEURON TEXT; default: notes.txt beside the model.",
-            metavar="FILE",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(f"The folder to write; default: {BUILD}/atlas/MODEL.", OUTPUT, metavar="DIR"),
-    ] = None,
+    labels: Annotated[Path | None, option(LABELS, metavar="FILE")] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="DIR")] = None,
 ) -> None:
     """Write a site that shows all neurons of a model.
 

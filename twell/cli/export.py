@@ -10,21 +10,16 @@ import typer
 from twell.cli.common import BUILD, OUTPUT, option
 
 EXAMPLE = 'twell export runs/quick --trained-on "The State of the Union addresses."'
+TRAINED_ON = "What the model was trained on, in a sentence, for the card."
+TWIN = "The run with another L1 coefficient that the card shows beside."
+OUT = f"The folder to write; default: {BUILD}/export/RUN."
 
 
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The run.")],
-    trained_on: Annotated[
-        str, option("What the model was trained on, in a sentence, for the card.")
-    ],
-    twin: Annotated[
-        Path | None,
-        option("The run with another L1 coefficient that the card shows beside.", metavar="RUN"),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(f"The folder to write; default: {BUILD}/export/RUN.", OUTPUT, metavar="DIR"),
-    ] = None,
+    trained_on: Annotated[str, option(TRAINED_ON)],
+    twin: Annotated[Path | None, option(TWIN, metavar="RUN")] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="DIR")] = None,
 ) -> None:
     """Write a finished run as a folder to give away: bf16 weights, tokenizer, model card."""
     from twell import results

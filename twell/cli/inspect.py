@@ -21,42 +21,32 @@ from twell.cli.common import (
 
 EXAMPLE = 'twell inspect runs/quick --text "The bridge was built in 1862."'
 COMPARE = "Compare"
+WHAT = (
+    "A run, a folder with a model and its tokenizer, or a name on the Hugging Face hub; or a trace "
+    "(`twell trace`), which has its own text."
+)
+START = "The first token of a trace to show; a page has 4,096."
+OTHER = "Another model or trace, shown beside the first."
+OUT = f"The .html file to write; default: {BUILD}/inspect/MODEL.html."
 
 
 def command(
-    what: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A run, a folder with a model and its tokenizer, or a name on the Hugging Face "
-            "hub; or a trace (`twell trace`), which has its own text.",
-        ),
-    ],
+    what: Annotated[str, typer.Argument(metavar="MODEL", help=WHAT)],
     text: Text = None,
     file: File = None,
     model: Annotated[
         str | None, option("The model that a trace came from.", INPUT, metavar="MODEL")
     ] = None,
-    start: Annotated[
-        int, option("The first token of a trace to show; a page has 4,096.", INPUT)
-    ] = 0,
+    start: Annotated[int, option(START, INPUT)] = 0,
     aggregate: Statistics = None,
-    compare: Annotated[
-        str | None,
-        option("Another model or trace, shown beside the first.", COMPARE, metavar="MODEL"),
-    ] = None,
+    compare: Annotated[str | None, option(OTHER, COMPARE, metavar="MODEL")] = None,
     compare_text: Annotated[
         str | None, option("Another text under the same model.", COMPARE, metavar="TEXT")
     ] = None,
     compare_file: Annotated[
         Path | None, option("The same, a UTF-8 text file.", COMPARE, metavar="FILE")
     ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            f"The .html file to write; default: {BUILD}/inspect/MODEL.html.", OUTPUT, metavar="FILE"
-        ),
-    ] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
 ) -> None:
     """Write a page that shows which neurons fire for each token of a text.
 

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option
+from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option, say
 from twell.cli.train import end_processes
 
 EXAMPLE = "twell relufy HuggingFaceTB/SmolLM2-135M source=texts.jsonl active_share=0.1"
+MODEL = "A Llama, Mistral, Qwen2 or Qwen3: its folder, a run, or its name on the hub."
+OUT = f"The run's folder; default: {RUNS}/MODEL-relu-ACTIVE_SHARE."
 
 
 def command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A Llama, Mistral, Qwen2 or Qwen3: its folder, a run, or its name on the hub.",
-        ),
-    ],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)],
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        option(
-            f"The run's folder; default: {RUNS}/MODEL-relu-ACTIVE_SHARE.", OUTPUT, metavar="DIR"
-        ),
-    ] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="DIR")] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:
@@ -38,10 +28,6 @@ def command(
     writes the text.
     """
     from twell.train import relufy_config, train
-
-    def say(line: str) -> None:
-        if os.environ.get("RANK", "0") == "0":  # of several processes the first one
-            print(line, flush=True)
 
     config = relufy_config(model, overrides or (), say)
     out = out or RUNS / f"{Path(model).name}-relu-{config.active_share:g}"

@@ -10,34 +10,24 @@ import typer
 from twell.cli.common import OUTPUT, RUNS, option
 
 EXAMPLE = "twell runs data/runs --pattern '85m-50m-*'"
+OUT = "A Markdown file: replace the list in it instead of printing one."
 BEGIN = "<!-- runs: python -m twell runs data/runs --out data/README.md -->"
 END = "<!-- end of runs -->"
-COLUMNS = (
-    *("run", "parameters", "tokens", "L1", "seed", "validation (nats)", "active", "dead"),
-    *("tokens/s", "device", "weights"),
-)
-TEXT = "run", "device", "weights"  # aligned left
+COLUMNS = "run,parameters,tokens,L1,seed,validation (nats),active,dead,tokens/s,device,weights"
+TEXT = 0, 9, 10  # the columns of words
 
 
 def command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of runs.")] = RUNS,
     pattern: Annotated[str, option("Only runs whose names fit.")] = "*",
-    out: Annotated[
-        Path | None,
-        option(
-            "A Markdown file: replace the list in it instead of printing one.",
-            OUTPUT,
-            metavar="FILE",
-        ),
-    ] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
 ) -> None:
     """List runs, also in folders below: size, tokens, L1, loss, activity, speed and weights."""
     from twell import results, tables
 
     runs, log = results.load_runs(folder, pattern)
     paths = dict(zip(runs["run"], runs["path"], strict=True))
-    rule = ["---" if name in TEXT else "---:" for name in COLUMNS]
-    lines = [f"| {' | '.join(COLUMNS)} |", f"|{'|'.join(rule)}|"]
+    rows = [COLUMNS.split(",")]
     for run in tables.list_runs(runs, log).itertuples():
         cells = [
             f"`{run.run}`" + ("" if run.complete else " (not complete)"),
@@ -52,15 +42,16 @@ def command(
             run.device,
             _weights(Path(paths[run.run])),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
+    table = tables.markdown(rows, TEXT)
     if out is None:
-        print("\n".join(lines))
+        print(table)
         return
     before, begin, rest = out.read_text(encoding="utf-8").partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
         raise ValueError(f"{out} has no place for the list: two lines, {BEGIN} and {END}")
-    results.write_atomically(out, "\n".join([before + begin, *lines, end + after]))
+    results.write_atomically(out, "\n".join([before + begin, table, end + after]))
 
 
 def _short(value: float, digits: int) -> str:

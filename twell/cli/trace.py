@@ -21,32 +21,22 @@ from twell.cli.common import (
 
 EXAMPLE = 'twell trace runs/quick --text "The bridge was built in 1862."'
 AGGREGATE = "With --aggregate"
+VALID = "The run's validation tokens: of one evaluation, or all."
+COUNT = "Count over many tokens, with examples, in under 2 MB instead."
+TOKENS = "Number of tokens; default: all, at most 2^20."
+MAX_BYTES = "Largest size of the file; default: 2000000."
+OUT = f"The .npz file to write; default: {BUILD}/traces/MODEL.npz, or MODEL-aggregate.npz."
 
 
 def command(
     model: Model,
     text: Text = None,
     file: File = None,
-    valid: Annotated[
-        bool, flag("--valid", "The run's validation tokens: of one evaluation, or all.", INPUT)
-    ] = False,
-    aggregate: Annotated[
-        bool, flag("--aggregate", "Count over many tokens, with examples, in under 2 MB instead.")
-    ] = False,
-    tokens: Annotated[
-        int | None, option("Number of tokens; default: all, at most 2^20.", AGGREGATE)
-    ] = None,
-    max_bytes: Annotated[
-        int | None, option("Largest size of the file; default: 2000000.", AGGREGATE)
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option(
-            f"The .npz file to write; default: {BUILD}/traces/MODEL.npz, or MODEL-aggregate.npz.",
-            OUTPUT,
-            metavar="FILE",
-        ),
-    ] = None,
+    valid: Annotated[bool, flag("--valid", VALID, INPUT)] = False,
+    aggregate: Annotated[bool, flag("--aggregate", COUNT)] = False,
+    tokens: Annotated[int | None, option(TOKENS, AGGREGATE)] = None,
+    max_bytes: Annotated[int | None, option(MAX_BYTES, AGGREGATE)] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
 ) -> None:
     """Record which neurons fire for which token."""
     if not aggregate and (tokens, max_bytes) != (None, None):

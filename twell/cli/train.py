@@ -12,25 +12,14 @@ import typer
 from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option
 
 EXAMPLE = "twell train quick l1_coefficient=3e-3 --out runs/quick"
+CONFIG = "A YAML file, or the name of one of the package's configurations."
+OUT = f"The run's folder; default: {RUNS}/CONFIG-l1-COEFFICIENT-seed-SEED."
 
 
 def command(
-    config: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A YAML file, or the name of one of the package's configurations.",
-        ),
-    ],
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help=CONFIG)],
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        option(
-            f"The run's folder; default: {RUNS}/CONFIG-l1-COEFFICIENT-seed-SEED.",
-            OUTPUT,
-            metavar="DIR",
-        ),
-    ] = None,
+    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="DIR")] = None,
     overwrite: Overwrite = False,
     resume: Resume = False,
 ) -> None:

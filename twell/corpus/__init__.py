@@ -15,9 +15,8 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        ".sources": "HOLD_OUT_EVERY NO_SOTU SUFFIXES checked_text documents source_files split",
-        ".tokens": "CHECKSUMS Corpus ENCODED_TOGETHER END_OF_TEXT beginning encode "
-        "load_tokenizer prepare train_tokenizer",
+        ".sources": "HOLD_OUT_EVERY checked_text documents split",
+        ".tokens": "Corpus END_OF_TEXT beginning encode load_tokenizer prepare train_tokenizer",
         ".blocks": "Blocks Stream",
         ".passages": "continuations last_words",
     },

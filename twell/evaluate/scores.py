@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from lm_eval import evaluator, simple_evaluate
 from lm_eval.api.instance import Instance
-from lm_eval.utils import handle_non_serializable, sanitize_list
+from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, sanitize_list
 
 from twell import corpus, results
 from twell.config import TrainConfig
@@ -191,14 +191,14 @@ def rolling(
         asked = [Instance("loglikelihood_rolling", {}, (document,), 0) for document in texts]
         theirs = -sum(lm.loglikelihood_rolling(asked))
 
-    windows, lengths = [], []
-    for ids in encoded:
-        for at in range(0, len(ids), size):
-            part = ids[at : at + size]
-            windows.append((ids[:at] or [lm.prefix_token_id])[-(size + 1 - len(part)) :] + part)
-            lengths.append(len(part))
-    scored = zip(_losses(lm, windows), lengths, strict=True)
-    ours = np.concatenate([loss[-length:] for loss, length in scored])
+    windows = [
+        window
+        for ids in encoded
+        for window in get_rolling_token_windows(ids, lm.prefix_token_id, size, context_len=1)
+    ]
+    losses = _losses(lm, [[*before, part[-1]] for before, part in windows])
+    scored = zip(losses, windows, strict=True)
+    ours = np.concatenate([loss[-len(part) :] for loss, (_, part) in scored])
     in_blocks = np.full(len(packed), np.nan)
     rows = _losses(lm, blocks.draw(range(len(blocks))).tolist())
     in_blocks[: len(blocks) * size] = np.concatenate(rows)
