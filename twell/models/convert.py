@@ -186,7 +186,9 @@ def _replace(site: Site, ffn: SparseFFN) -> None:
         _set_class(module, adapters.sparse_class(type(module), adapter))
     else:
         setattr(site.owner, site.name, ffn)
-        _hand_hooks(module, ffn)
+        for hooks in HOOKS:  # shared: a handle removes its hook from both
+            setattr(ffn, hooks, getattr(module, hooks))
+        hand_mover(module, ffn)
 
 
 def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -196,11 +198,9 @@ def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
         module._old_forward = MethodType(kind.forward, module)
 
 
-def _hand_hooks(giver: nn.Module, taker: nn.Module) -> None:
-    """Let two modules share the hooks of one, so that a handle removes them from both."""
-    for name in HOOKS:
-        setattr(taker, name, getattr(giver, name))
-    if "_hf_hook" in giver.__dict__:
+def hand_mover(giver: nn.Module, taker: nn.Module) -> None:
+    """Give a module the hook of Accelerate that moves another one's inputs, if there is one."""
+    if "_hf_hook" in vars(giver):
         from accelerate.hooks import add_hook_to_module
 
         add_hook_to_module(taker, giver._hf_hook)
@@ -318,7 +318,7 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
     A down projection of zeros, as some trainings begin with, is random for the moment. The page
     docs/models.md says where nothing is compared. Raises ValueError where the results differ.
     """
-    parts = [part for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj) if part is not None]
+    parts = filter(None, (ffn.gate_proj, ffn.up_proj, ffn.down_proj))
     if site.adapter.inline or not all(map(_can_compute, parts)):
         return
     modules = [*site.module.modules(), *ffn.modules()]

@@ -254,7 +254,12 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             terms.check_gradient()
         layers = terms.by_call(mask, num_tokens_in_batch)
         if labels is None:
-            return self._without_labels(output, terms, layers.mean())
+            l1 = layers.mean()
+            if _checks_l1(self):
+                _require_l1([output.logits, l1, *(term for _, term in terms.terms)])
+            for ffn, term in terms.terms:
+                ffn.outbox.last = term  # for l1_by_layer
+            return SparseCausalLMOutput(**output, l1=l1)
         # The mean over no label is NaN.
         cross_entropy = torch.where(predicted.to(output.loss.device) > 0, output.loss, 0.0)
         if num_items_in_batch is not None and num_tokens_in_batch is None:
@@ -263,16 +268,6 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if self.training:
             loss = cross_entropy + l1_scale * coefficient * l1
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
-
-    def _without_labels(
-        self, output: CausalLMOutputWithPast, terms: L1Terms, l1: Tensor
-    ) -> SparseCausalLMOutput:
-        """Return the output of a training pass whose loss is computed elsewhere."""
-        if _checks_l1(self):
-            _require_l1([output.logits, l1, *(term for _, term in terms.terms)])
-        for ffn, term in terms.terms:
-            ffn.outbox.last = term  # for l1_by_layer
-        return SparseCausalLMOutput(**output, l1=l1)
 
 
 def _ffns(backbone: nn.Module) -> list[SparseFFN]:
