@@ -231,8 +231,7 @@ def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
             if stride is None:
                 parameter.data = data.contiguous()
             elif data.stride() != stride:
-                given = {"dtype": data.dtype, "device": data.device}
-                parameter.data = torch.empty_strided(data.shape, stride, **given).copy_(data)
+                parameter.data = data.new_empty_strided(shape, stride).copy_(data)
 
 
 # --- what is refused

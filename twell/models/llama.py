@@ -225,10 +225,11 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         kwargs |= {"return_dict": True, "position_ids": position_ids, "use_cache": use_cache}
         kwargs |= {"past_key_values": past_key_values, "logits_to_keep": logits_to_keep}
         counts, wants_l1 = self.training or self.recording, self.training or labels is not None
-        mask = None
+        mask, terms = None, nullcontext()  # without a collector, dense layers take their quick way
         if counts or wants_l1:  # where padding counts
             inputs = inputs_embeds if input_ids is None else input_ids
             mask = token_mask(attention_mask, inputs, past_key_values)
+            terms = L1Terms(self.ffns, wants_l1=wants_l1, counts=counts, token_mask=mask)
         if mask is not None and inputs_embeds is not None:
             # A masked key has the weight 0, and 0 * NaN is NaN.
             finite = inputs_embeds.nan_to_num(0.0, 0.0, 0.0)
@@ -237,10 +238,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if labels is not None and num_items_in_batch is not None:
             num_items_in_batch = divisor(num_items_in_batch, predicted)
         kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
-        terms = None  # without a collector, dense layers take their quick way
-        if counts or wants_l1:
-            terms = L1Terms(self.ffns, wants_l1=wants_l1, counts=counts, token_mask=mask)
-        with nullcontext() if terms is None else terms:
+        with terms:
             output = super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
