@@ -88,25 +88,20 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model, in evaluation mode, and its tokenizer (None when there is none).
 
-    A Llama with ReLU becomes a SparseLlamaForCausalLM. Any other model is loaded by transformers
-    and changed by `twell.sparsify`.
-
-    `name_or_path` is a run folder, a folder of `save_pretrained`, or a name on the hub. Every
-    layout of the paper's checkpoints loads (`SakanaAI/SparseLM1.5B` and others). Where config.json
-    sets `sparsity_use_hybrid_kernel`, `down_proj.weight` is stored as [intermediate, hidden].
-    `backend` computes the feed-forward layers; "auto" chooses by the times in `calibration.json`,
-    if that file lies beside the weights.
-
-    A model that was saved with FP8 weights (`twell.quantize_`) keeps them, the rest is in bf16.
-    Text is generated as `generation_config.json` says, if that file lies beside the weights.
+    name_or_path: a run folder, a folder of `save_pretrained`, or a name on the hub. A Llama with
+    ReLU becomes a SparseLlamaForCausalLM, from every layout of the paper's checkpoints
+    (`SakanaAI/SparseLM1.5B` and others). Any other model is loaded by transformers and changed by
+    `twell.sparsify`. backend: of the feed-forward layers; "auto" chooses by the times in
+    `calibration.json`, if that file lies beside the weights.
 
     All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older
     `torch_dtype`), else a type that holds all stored ones. Values stay the same bit for bit, unless
-    that type rounds them. Where the type in config.json rounds, a UserWarning names a tensor.
+    that type rounds them. Where the type in config.json rounds, a UserWarning names a tensor. FP8
+    weights (`twell.quantize_`) stay FP8, and the rest is in bf16.
 
     Raises FileNotFoundError for a missing file. Raises ValueError for a damaged file, an impossible
     configuration, and a tensor that is missing, unknown or of the wrong shape or type, by name; and
-    for a Llama with an adapter of peft beside its weights.
+    for a folder with an adapter of peft.
     """
     folder = resolve(name_or_path)
     _refuse_adapter(folder)

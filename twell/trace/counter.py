@@ -407,11 +407,9 @@ def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np
     """Return edges and histogram [L, N, 24] of the last OCTAVES octaves of [L, N, 2 * WIDTH]."""
     top = int(np.clip(np.frexp(max_abs.max())[1], LOWEST + OCTAVES - 1, HIGHEST))
     end = top - LOWEST + 1
-    first = end - OCTAVES
-    sides = []
-    for side in (histogram[..., :WIDTH], histogram[..., WIDTH:]):
-        inner = side[..., : first + 1].sum(-1, keepdims=True)  # and all octaves below
-        sides.append(np.concatenate([inner, side[..., first + 1 : end]], -1))
+    starts = [0, *range(end - OCTAVES + 1, end)]  # the first takes all octaves below, too
+    sides = np.split(histogram, 2, axis=-1)
+    positive, negative = (np.add.reduceat(side[..., :end], starts, axis=-1) for side in sides)
     edges = 2.0 ** np.arange(top - OCTAVES + 1, top + 1)
     edges = np.concatenate([-edges[::-1], [0], edges]).astype(np.float32)
-    return edges, np.concatenate([sides[1][..., ::-1], sides[0]], -1)
+    return edges, np.concatenate([negative[..., ::-1], positive], -1)

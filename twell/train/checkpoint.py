@@ -63,10 +63,9 @@ class Checkpoints:
         self.good = folder
 
     def read(self, say: Callable[[str], None]) -> dict:
-        """Return the state of the newest whole checkpoint with a whole log.
+        """Return the state of the newest whole checkpoint with a whole log; report a damaged one.
 
-        `say` reports a damaged one. Raises ValueError, naming each damaged file, when none is
-        whole.
+        Raises ValueError, naming each damaged file, when none is whole.
         """
         problems = []
         for path in self.paths():

@@ -365,9 +365,8 @@ def relufy_config(
         raise ValueError("sampled_chat is true, and the teacher writes nothing: set sampled_share")
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
-    if has_source and not share:
-        return loaded
     if has_source:
-        return dataclasses.replace(loaded, samples=samples_file(loaded).name)
+        samples = samples_file(loaded).name if share else None
+        return dataclasses.replace(loaded, samples=samples)
     parse = loaded.parse_special or loaded.sampled_chat
     return dataclasses.replace(loaded, source=str(samples_file(loaded)), parse_special=parse)
