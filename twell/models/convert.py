@@ -143,8 +143,7 @@ def _without_peft(model: nn.Module) -> nn.Module:
 
 def last_norm(model: PreTrainedModel) -> nn.Module | None:
     """Return the norm before the head of a model with SparseFFN layers; None where it has none."""
-    layers = (module for module in model.modules() if isinstance(module, SparseFFN))
-    replaced = next(layers).replaced
+    replaced = sparse_ffns(model)[0].replaced
     norm = model.base_model
     for name in ("norm" if replaced is None else replaced.adapter.norm).split("."):
         norm = getattr(norm, name, None)
