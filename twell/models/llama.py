@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 from transformers.utils import can_return_tuple
 
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
-from twell.models.l1 import L1Terms, divisor, token_mask
+from twell.models.l1 import L1Terms, divisor, means, token_mask
 from twell.models.quantize import note_quantization, quantization_of
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
@@ -250,7 +250,8 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         coefficient = self.config.l1_coefficient if self.training else 0.0
         if coefficient > 0:
             terms.check_gradient()
-        layers = terms.by_call(mask, num_tokens_in_batch)
+        # By call: a layer may be in several places of a model.
+        layers = means([term for _, term in terms.terms], mask, num_tokens_in_batch)
         if labels is None:
             l1 = layers.mean()
             if _checks_l1(self):

@@ -32,7 +32,7 @@ from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
-from twell.train.samples import samples_file
+from twell.train.samples import Plan
 
 CHUNK = 2048  # tokens whose logits exist at a time
 RIDGE = 1e-2  # of the fit
@@ -366,7 +366,7 @@ def relufy_config(
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
     if has_source:
-        samples = samples_file(loaded).name if share else None
+        samples = Plan(loaded).path.name if share else None
         return dataclasses.replace(loaded, samples=samples)
     parse = loaded.parse_special or loaded.sampled_chat
-    return dataclasses.replace(loaded, source=str(samples_file(loaded)), parse_special=parse)
+    return dataclasses.replace(loaded, source=str(Plan(loaded).path), parse_special=parse)
