@@ -234,7 +234,7 @@ class _Inside:
     def __init__(self, module: nn.Module, adapter: Adapter):
         self._module = module
         for name in (adapter.act, adapter.down):
-            setattr(self, name, _same)
+            setattr(self, name, lambda x: x)
         setattr(self, adapter.up, module._modules[SLOT])
 
     def __getattr__(self, name: str) -> Any:
@@ -267,10 +267,6 @@ def sparse_class(kind: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
 def _new_sparse(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
     """Return an empty module of a class that cannot be imported, for copies and pickles."""
     return object.__new__(sparse_class(kind, adapter))
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 @dataclass

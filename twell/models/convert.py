@@ -143,8 +143,7 @@ def _without_peft(model: nn.Module) -> nn.Module:
 
 def last_norm(model: PreTrainedModel) -> nn.Module | None:
     """Return the norm before the head of a model with SparseFFN layers; None where it has none."""
-    layers = (module for module in model.modules() if isinstance(module, SparseFFN))
-    replaced = next(layers).replaced
+    replaced = sparse_ffns(model)[0].replaced
     norm = model.base_model
     for name in ("norm" if replaced is None else replaced.adapter.norm).split("."):
         norm = getattr(norm, name, None)
@@ -186,7 +185,9 @@ def _replace(site: Site, ffn: SparseFFN) -> None:
         _set_class(module, adapters.sparse_class(type(module), adapter))
     else:
         setattr(site.owner, site.name, ffn)
-        _hand_hooks(module, ffn)
+        for hooks in HOOKS:  # shared: a handle removes its hook from both
+            setattr(ffn, hooks, getattr(module, hooks))
+        hand_mover(module, ffn)
 
 
 def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -196,11 +197,9 @@ def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
         module._old_forward = MethodType(kind.forward, module)
 
 
-def _hand_hooks(giver: nn.Module, taker: nn.Module) -> None:
-    """Let two modules share the hooks of one, so that a handle removes them from both."""
-    for name in HOOKS:
-        setattr(taker, name, getattr(giver, name))
-    if "_hf_hook" in giver.__dict__:
+def hand_mover(giver: nn.Module, taker: nn.Module) -> None:
+    """Give a module the hook of Accelerate that moves another one's inputs, if there is one."""
+    if "_hf_hook" in vars(giver):
         from accelerate.hooks import add_hook_to_module
 
         add_hook_to_module(taker, giver._hf_hook)
@@ -231,8 +230,7 @@ def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
             if stride is None:
                 parameter.data = data.contiguous()
             elif data.stride() != stride:
-                given = {"dtype": data.dtype, "device": data.device}
-                parameter.data = torch.empty_strided(data.shape, stride, **given).copy_(data)
+                parameter.data = data.new_empty_strided(shape, stride).copy_(data)
 
 
 # --- what is refused
@@ -318,7 +316,7 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
     A down projection of zeros, as some trainings begin with, is random for the moment. The page
     docs/models.md says where nothing is compared. Raises ValueError where the results differ.
     """
-    parts = [part for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj) if part is not None]
+    parts = filter(None, (ffn.gate_proj, ffn.up_proj, ffn.down_proj))
     if site.adapter.inline or not all(map(_can_compute, parts)):
         return
     modules = [*site.module.modules(), *ffn.modules()]

@@ -42,10 +42,6 @@ class L1Terms(Collector):
             by_ffn[ffn] = l1 if before is None else torch.cat([before.flatten(), l1.flatten()])
         return means(list(by_ffn.values()), token_mask, num_tokens)
 
-    def by_call(self, token_mask: Tensor | None, num_tokens: Tensor | int | None) -> Tensor:
-        """Return the term of each call of a layer: a layer may be in several places of a model."""
-        return means([l1 for _, l1 in self.terms], token_mask, num_tokens)
-
     def check_gradient(self) -> None:
         """Raise RuntimeError where the term has lost its gradient."""
         if self.no_grad and torch.is_grad_enabled():

@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 from transformers.utils import can_return_tuple
 
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
-from twell.models.l1 import L1Terms, divisor, token_mask
+from twell.models.l1 import L1Terms, divisor, means, token_mask
 from twell.models.quantize import note_quantization, quantization_of
 from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
@@ -225,10 +225,11 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         kwargs |= {"return_dict": True, "position_ids": position_ids, "use_cache": use_cache}
         kwargs |= {"past_key_values": past_key_values, "logits_to_keep": logits_to_keep}
         counts, wants_l1 = self.training or self.recording, self.training or labels is not None
-        mask = None
+        mask, terms = None, nullcontext()  # without a collector, dense layers take their quick way
         if counts or wants_l1:  # where padding counts
             inputs = inputs_embeds if input_ids is None else input_ids
             mask = token_mask(attention_mask, inputs, past_key_values)
+            terms = L1Terms(self.ffns, wants_l1=wants_l1, counts=counts, token_mask=mask)
         if mask is not None and inputs_embeds is not None:
             # A masked key has the weight 0, and 0 * NaN is NaN.
             finite = inputs_embeds.nan_to_num(0.0, 0.0, 0.0)
@@ -237,10 +238,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if labels is not None and num_items_in_batch is not None:
             num_items_in_batch = divisor(num_items_in_batch, predicted)
         kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
-        terms = None  # without a collector, dense layers take their quick way
-        if counts or wants_l1:
-            terms = L1Terms(self.ffns, wants_l1=wants_l1, counts=counts, token_mask=mask)
-        with nullcontext() if terms is None else terms:
+        with terms:
             output = super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -252,9 +250,15 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         coefficient = self.config.l1_coefficient if self.training else 0.0
         if coefficient > 0:
             terms.check_gradient()
-        layers = terms.by_call(mask, num_tokens_in_batch)
+        # By call: a layer may be in several places of a model.
+        layers = means([term for _, term in terms.terms], mask, num_tokens_in_batch)
         if labels is None:
-            return self._without_labels(output, terms, layers.mean())
+            l1 = layers.mean()
+            if _checks_l1(self):
+                _require_l1([output.logits, l1, *(term for _, term in terms.terms)])
+            for ffn, term in terms.terms:
+                ffn.outbox.last = term  # for l1_by_layer
+            return SparseCausalLMOutput(**output, l1=l1)
         # The mean over no label is NaN.
         cross_entropy = torch.where(predicted.to(output.loss.device) > 0, output.loss, 0.0)
         if num_items_in_batch is not None and num_tokens_in_batch is None:
@@ -263,16 +267,6 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         if self.training:
             loss = cross_entropy + l1_scale * coefficient * l1
         return SparseCausalLMOutput(**{**output, "loss": loss}, cross_entropy=cross_entropy, l1=l1)
-
-    def _without_labels(
-        self, output: CausalLMOutputWithPast, terms: L1Terms, l1: Tensor
-    ) -> SparseCausalLMOutput:
-        """Return the output of a training pass whose loss is computed elsewhere."""
-        if _checks_l1(self):
-            _require_l1([output.logits, l1, *(term for _, term in terms.terms)])
-        for ffn, term in terms.terms:
-            ffn.outbox.last = term  # for l1_by_layer
-        return SparseCausalLMOutput(**output, l1=l1)
 
 
 def _ffns(backbone: nn.Module) -> list[SparseFFN]:
@@ -290,8 +284,7 @@ def _checks_l1(model: nn.Module) -> bool:
 def _check_backbone(backbone: nn.Module, _: tuple, output: Sequence[Tensor]) -> None:
     """Check the loss of a training pass that no SparseLlamaForCausalLM collects the terms of."""
     if _checks_l1(backbone):
-        last = [ffn.outbox.last for ffn in _ffns(backbone)]
-        terms = [l1 for l1 in last if l1 is not None]
+        terms = [l1 for ffn in _ffns(backbone) if (l1 := ffn.outbox.last) is not None]
         if terms:
             _require_l1([output[0], *terms])
 

@@ -88,25 +88,20 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model, in evaluation mode, and its tokenizer (None when there is none).
 
-    A Llama with ReLU becomes a SparseLlamaForCausalLM. Any other model is loaded by transformers
-    and changed by `twell.sparsify`.
-
-    `name_or_path` is a run folder, a folder of `save_pretrained`, or a name on the hub. Every
-    layout of the paper's checkpoints loads (`SakanaAI/SparseLM1.5B` and others). Where config.json
-    sets `sparsity_use_hybrid_kernel`, `down_proj.weight` is stored as [intermediate, hidden].
-    `backend` computes the feed-forward layers; "auto" chooses by the times in `calibration.json`,
-    if that file lies beside the weights.
-
-    A model that was saved with FP8 weights (`twell.quantize_`) keeps them, the rest is in bf16.
-    Text is generated as `generation_config.json` says, if that file lies beside the weights.
+    name_or_path: a run folder, a folder of `save_pretrained`, or a name on the hub. A Llama with
+    ReLU becomes a SparseLlamaForCausalLM, from every layout of the paper's checkpoints
+    (`SakanaAI/SparseLM1.5B` and others). Any other model is loaded by transformers and changed by
+    `twell.sparsify`. backend: of the feed-forward layers; "auto" chooses by the times in
+    `calibration.json`, if that file lies beside the weights.
 
     All weights get one type: `dtype`, else the type that config.json names (`dtype`, or the older
     `torch_dtype`), else a type that holds all stored ones. Values stay the same bit for bit, unless
-    that type rounds them. Where the type in config.json rounds, a UserWarning names a tensor.
+    that type rounds them. Where the type in config.json rounds, a UserWarning names a tensor. FP8
+    weights (`twell.quantize_`) stay FP8, and the rest is in bf16.
 
     Raises FileNotFoundError for a missing file. Raises ValueError for a damaged file, an impossible
     configuration, and a tensor that is missing, unknown or of the wrong shape or type, by name; and
-    for a Llama with an adapter of peft beside its weights.
+    for a folder with an adapter of peft.
     """
     folder = resolve(name_or_path)
     _refuse_adapter(folder)
@@ -124,13 +119,10 @@ def load(
 def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
     """Return the folder with a model's weights, and the model of `load` on the meta device."""
     folder = resolve(name_or_path)
+    if _is_llama(folder):
+        return folder, _empty_llama(read_config(folder))
+    config, auto = stock_config(folder)
     with torch.device("meta"):
-        if _is_llama(folder):
-            config = read_config(folder)
-            config.ffn_backend = "dense"
-            note_quantization(config, None)
-            return folder, SparseLlamaForCausalLM(config)
-        config, auto = stock_config(folder)
         return folder, sparsify(auto.from_config(config))
 
 
@@ -305,8 +297,7 @@ def read_config(folder: Path) -> SparseLlamaConfig:
         fields = _translated(folder, kind, fields)
     try:
         config = SparseLlamaConfig.from_dict(fields)
-        # The "dense" backend works on every machine.
-        empty_weights(SparseLlamaConfig.from_dict(fields | {"ffn_backend": "dense"}))
+        _empty_llama(config)
     except Exception as error:  # transformers raises a dozen kinds
         raise ValueError(f"{path} describes no model: {_reason(error)}") from None
     note_quantization(config, quantization)
@@ -336,21 +327,21 @@ def _translated(folder: Path, kind: str, fields: dict) -> dict:
     }
 
 
-def empty_weights(config: SparseLlamaConfig) -> dict[str, Tensor]:
-    """Return the state dictionary of a model on the meta device: names, shapes and types."""
-    quantization = getattr(config, "quantization_config", None)
+def _empty_llama(config: SparseLlamaConfig) -> SparseLlamaForCausalLM:
+    """Return a model on the meta device, dense, as every machine computes it, and not in FP8."""
     config = copy.deepcopy(config)
+    config.ffn_backend = "dense"
     note_quantization(config, None)
     with torch.device("meta"):
-        model = SparseLlamaForCausalLM(config)
-        if quantization is not None:
-            empty_quantized(model)
-        return model.state_dict()
+        return SparseLlamaForCausalLM(config)
 
 
 def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
     """Return the weights in a folder with Llama's names and shapes, without a tied head."""
-    tensors, expected = _read_tensors(folder, config), empty_weights(config)
+    tensors, model = _read_tensors(folder, config), _empty_llama(config)
+    if getattr(config, "quantization_config", None) is not None:
+        empty_quantized(model)
+    expected = model.state_dict()
     for name, tensor in tensors.items():
         in_fp8 = name in expected and expected[name].dtype == FLOAT8
         if tensor.dtype not in ((FLOAT8,) if in_fp8 else DTYPES):

@@ -12,7 +12,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from twell.models.convert import sparse_ffns
+from twell.models.convert import hand_mover, sparse_ffns
 from twell.sparse import float8
 from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig, Float8Linear
 from twell.sparse.layer import SparseFFN
@@ -50,7 +50,8 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
         _check(ffn, f"layer {number}")
     for ffn in ffns:
         for name, part in _parts(ffn):
-            _replace(ffn, name, Float8Linear.of(part, **options).train(part.training))
+            setattr(ffn, name, Float8Linear.of(part, **options).train(part.training))
+            hand_mover(part, getattr(ffn, name))
         ffn.chooser.quantized = True
     _keep_down(module, getattr(config, "down", True))
 
@@ -62,8 +63,7 @@ def _keep_down(module: nn.Module, in_fp8: bool) -> None:
 
 
 def _parts(ffn: SparseFFN) -> list[tuple[str, nn.Module]]:
-    parts = [(name, getattr(ffn, name)) for name in QUANTIZED]
-    return [(name, part) for name, part in parts if part is not None]
+    return [(name, part) for name in QUANTIZED if (part := getattr(ffn, name)) is not None]
 
 
 def _check_config(config: Any) -> None:
@@ -76,16 +76,6 @@ def _check_config(config: Any) -> None:
     given = config.granularity  # torchao's is a list: of x and of the weights
     for granularity in given if isinstance(given, list | tuple) else [given]:
         Float8DynamicActivationFloat8WeightConfig(granularity)
-
-
-def _replace(ffn: SparseFFN, name: str, part: nn.Module) -> None:
-    """Put a projection in another's place, with Accelerate's hook, which moves its inputs."""
-    hook = getattr(ffn, name).__dict__.get("_hf_hook")
-    setattr(ffn, name, part)
-    if hook is not None:
-        from accelerate.hooks import add_hook_to_module
-
-        add_hook_to_module(part, hook)
 
 
 def _note(module: nn.Module, quantization: dict | None) -> None:
@@ -138,7 +128,8 @@ def dequantize_(module: nn.Module) -> None:
     for ffn in ffns:
         for name, part in _parts(ffn):
             rounded += part.original is None
-            _replace(ffn, name, part.dense(ffn.down_proj.weight.dtype))
+            setattr(ffn, name, part.dense(ffn.down_proj.weight.dtype))
+            hand_mover(part, getattr(ffn, name))
         ffn.keep_down(False)
         ffn.chooser.quantized = False
     _note(module, None)

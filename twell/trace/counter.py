@@ -250,7 +250,7 @@ class Counter:
             reduced = {name: wanted[name] for name in wanted if kept[name] != wanted[name]}
             at, phi = (part[..., : contexts.together] for part in partners)
             together = {"together_at": at, "together": rounded(phi)}
-            shown = near.shown(contexts, sequences)
+            shown = near.shown(contexts)
             described = meta | {"kept": kept, "reduced": reduced}
             return Aggregate(**counts, **together, **shown, meta=described)
 
@@ -320,12 +320,16 @@ class Near:
         self.unit = torch.from_numpy(np.where(max_abs > 0, max_abs, 1) / 127)
         self.order = np.argsort(self.at, kind="stable")
         self.sorted = np.take_along_axis(self.at, self.order, -1)
-        ends = np.cumsum([len(sequence) for sequence in sequences])
-        numbers = np.unique(np.searchsorted(ends, at[at >= 0], side="right"))
-        self.starts = ends[numbers] - [len(sequences[number]) for number in numbers]
+        self.tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
+        self.bounds = np.cumsum([0, *map(len, sequences)])
+        numbers = np.unique(self._sequence(at[at >= 0]))
+        self.starts = self.bounds[numbers]
         self.held = [sequences[number] for number in numbers]
         self.values = np.zeros((*self.at.shape, self.before + 1 + self.after), np.int8)
         self.done = 0
+
+    def _sequence(self, at: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.bounds, at, side="right") - 1
 
     def begin(self, ids: Tensor) -> None:
         """Find the places of each layer in these sequences, and the tokens around them."""
@@ -352,7 +356,7 @@ class Near:
     def end(self, logprob: Tensor) -> None:
         """Nothing: the first run has the probabilities."""
 
-    def shown(self, contexts: Contexts, sequences: Sequence[Sequence[int]]) -> dict:
+    def shown(self, contexts: Contexts) -> dict:
         """Return the fields of an Aggregate about places, for a row of CONTEXTS."""
         wide = CONTEXTS[0]
         columns = [wide.top + wide.quantiles.index(quantile) for quantile in contexts.quantiles]
@@ -365,7 +369,11 @@ class Near:
         around = slice(wide.before - contexts.before, wide.before + 1 + contexts.after)
         near = self.values.reshape(len(self.at), *self.size, -1)
         near = near[:, :, [*range(contexts.top), *columns], around]
-        text_at, text = _around(np.unique(at[at >= 0]), contexts.before, contexts.after, sequences)
+        place = np.unique(at[at >= 0])[:, None]
+        tokens = place + np.arange(-contexts.before, contexts.after + 1)
+        sequence = self._sequence(place)
+        same = (tokens >= self.bounds[sequence]) & (tokens < self.bounds[sequence + 1])
+        text_at = np.unique(tokens[same])
         return {
             "top_at": top_at,
             "top_value": rounded(top_value),
@@ -373,7 +381,7 @@ class Near:
             "quantile_value": rounded(np.where(repeated, 0, quantile_value)),
             "near": np.where(at[..., None] >= 0, near, 0).astype(np.int8),
             "text_at": text_at,
-            "text": text,
+            "text": self.tokens[text_at],
             "quantiles": contexts.quantiles,
             "before": contexts.before,
             "after": contexts.after,
@@ -389,18 +397,6 @@ def _at_quantiles(at: np.ndarray, value: np.ndarray, quantiles: Sequence[float])
     return np.take_along_axis(at, chosen, -1), np.take_along_axis(value, chosen, -1)
 
 
-def _around(at: np.ndarray, before: int, after: int, sequences: Sequence[Sequence[int]]) -> Table:
-    """Return numbers and ids of the tokens around the numbers `at`, in their sequences."""
-    tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
-    ends = np.cumsum([len(sequence) for sequence in sequences])
-    starts = np.concatenate([[0], ends[:-1]])
-    sequence = np.searchsorted(ends, at, side="right")
-    near = at[:, None] + np.arange(-before, after + 1)
-    inside = (near >= starts[sequence, None]) & (near < ends[sequence, None])
-    numbers = np.unique(near[inside])
-    return numbers, tokens[numbers]
-
-
 def rounded(values: np.ndarray) -> np.ndarray:
     """Round float32 to 12 significant bits, half away from zero, since more compress badly."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -411,11 +407,9 @@ def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np
     """Return edges and histogram [L, N, 24] of the last OCTAVES octaves of [L, N, 2 * WIDTH]."""
     top = int(np.clip(np.frexp(max_abs.max())[1], LOWEST + OCTAVES - 1, HIGHEST))
     end = top - LOWEST + 1
-    first = end - OCTAVES
-    sides = []
-    for side in (histogram[..., :WIDTH], histogram[..., WIDTH:]):
-        inner = side[..., : first + 1].sum(-1, keepdims=True)  # and all octaves below
-        sides.append(np.concatenate([inner, side[..., first + 1 : end]], -1))
+    starts = [0, *range(end - OCTAVES + 1, end)]  # the first takes all octaves below, too
+    sides = np.split(histogram, 2, axis=-1)
+    positive, negative = (np.add.reduceat(side[..., :end], starts, axis=-1) for side in sides)
     edges = 2.0 ** np.arange(top - OCTAVES + 1, top + 1)
     edges = np.concatenate([-edges[::-1], [0], edges]).astype(np.float32)
-    return edges, np.concatenate([sides[1][..., ::-1], sides[0]], -1)
+    return edges, np.concatenate([negative[..., ::-1], positive], -1)

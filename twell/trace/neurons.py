@@ -9,12 +9,6 @@ import scipy.sparse
 from twell.trace.records import Aggregate, Trace
 
 
-def check_neuron(aggregate: Aggregate, layer: int, neuron: int) -> None:
-    layers, neurons = aggregate.num_layers, aggregate.intermediate_size
-    if not (0 <= layer < layers and 0 <= neuron < neurons):
-        raise IndexError(f"no layer {layer}, neuron {neuron} in {layers} layers of {neurons}")
-
-
 def places(aggregate: Aggregate, layer: int, neuron: int, kind: str = "top") -> list[tuple]:
     """Return places in the text where a neuron fires: the strongest ("top"), or a place a quantile.
 
@@ -24,7 +18,9 @@ def places(aggregate: Aggregate, layer: int, neuron: int, kind: str = "top") -> 
     neuron that rarely fires has fewer, or none. Raises ValueError for another kind, IndexError for
     an unknown neuron.
     """
-    check_neuron(aggregate, layer, neuron)
+    layers, neurons = aggregate.num_layers, aggregate.intermediate_size
+    if not (0 <= layer < layers and 0 <= neuron < neurons):
+        raise IndexError(f"no layer {layer}, neuron {neuron} in {layers} layers of {neurons}")
     if kind not in ("top", "quantile"):
         raise ValueError(f"kind is {kind!r}; use 'top' or 'quantile'")
     at, value = (getattr(aggregate, f"{kind}_{part}")[layer, neuron] for part in ("at", "value"))

@@ -142,17 +142,15 @@ class Trace(Record):
         """
         if not 0 <= start <= stop <= (tokens := self.num_tokens):
             raise ValueError(f"tokens {start} to {stop} are no part of a trace of {tokens}")
-        layers = range(self.num_layers if stop > start else 0)
-        parts = [self.layer(layer)[start:stop] for layer in layers]
-        # The empty first arrays set the dtype of a part without tokens.
-        indices = np.concatenate([self.indices[:0], *(h.indices for h in parts)])
-        return Trace(
+        inside = np.zeros((self.num_layers, tokens), bool)
+        inside[:, start:stop] = True
+        kept = np.repeat(inside.ravel(), np.diff(self.indptr))
+        return dataclasses.replace(
+            self,
             **{name: getattr(self, name)[start:stop] for name in PER_TOKEN},
-            indptr=np.concatenate([[0], *(np.diff(h.indptr) for h in parts)]).cumsum(),
-            indices=indices.astype(self.indices.dtype),
-            values=np.concatenate([self.values[:0], *(h.data for h in parts)]),
-            intermediate_size=self.intermediate_size,
-            meta=self.meta,
+            indptr=np.append(0, self.counts()[:, start:stop].cumsum()),
+            indices=self.indices[kept],
+            values=self.values[kept],
         )
 
     def layer(self, layer: int) -> scipy.sparse.csr_array:

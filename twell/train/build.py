@@ -50,29 +50,22 @@ def prepare_layers(
 ) -> None:
     """Compile the decoder layers, or recompute them in backward passes, as `config` says."""
     if config.compile:
-        _compile_layers(model, config, sparse)
+        if sparse.active:
+            sparse.allow_recompiling()
+        torch._dynamo.config.optimize_ddp = False  # it would split the compiled layers into buckets
+        if isinstance(model, Student):
+            model.compile_teacher()
+        for layer in model.model.layers:
+            layer.compile(fullgraph=True)
+    if config.checkpoint_activations and config.compile:
+        # Around the compiled layers: within one, the layer could not keep its L1 term.
+        for layer in model.model.layers:
+            compiled = layer._compiled_call_impl
+            layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
     elif config.checkpoint_activations:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if config.hidden_weight:
         model.watch_layers()
-
-
-def _compile_layers(
-    model: SparseLlamaForCausalLM | Student, config: TrainConfig, sparse: SparseTraining
-) -> None:
-    if sparse.active:
-        sparse.allow_recompiling()
-    torch._dynamo.config.optimize_ddp = False  # it would split the compiled layers into buckets
-    if isinstance(model, Student):
-        model.compile_teacher()
-        # One code each for teacher and student, gradients, counters, silence and batch sizes.
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
-    for layer in model.model.layers:
-        layer.compile(fullgraph=True)
-        if config.checkpoint_activations:
-            # Around the compiled layer: within it, the layer could not keep its L1 term.
-            compiled = layer._compiled_call_impl
-            layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
 
 
 def adamw(

@@ -11,6 +11,7 @@ uncompiled, the losses alone move several MB a token. Ours; the paper trains fro
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
-from twell.train.samples import samples_file
+from twell.train.samples import Plan
 
 CHUNK = 2048  # tokens whose logits exist at a time
 RIDGE = 1e-2  # of the fit
@@ -117,6 +118,8 @@ class Student(nn.Module):
 
     def compile_teacher(self) -> None:
         """Compile the teacher's layers, and the losses."""
+        # One code each for teacher and student, gradients, counters, silence and batch sizes.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         for layer in self.teacher[0].base_model.layers:
             layer.compile(fullgraph=True)
         self.losses = torch.compile(_losses, fullgraph=True)
@@ -127,21 +130,15 @@ class Student(nn.Module):
         models = self.model, self.teacher[0].base_model
         for model, outputs in zip(models, self.outputs, strict=True):
             for layer in model.layers:
-                self._watch(layer, outputs)
+                # Outside of compiled code, which would ignore a hook
+                call = layer._compiled_call_impl or layer._call_impl
+                layer._compiled_call_impl = functools.partial(self._collect, call, outputs)
 
-    def _watch(self, layer: nn.Module, outputs: list[Tensor]) -> None:
-        """Append what a decoder layer returns, outside of its compiled code."""
-
-        def collect(output: Tensor) -> Tensor:
-            if self.training:
-                outputs.append(output)
-            return output
-
-        compiled = layer._compiled_call_impl
-        if compiled is None:
-            layer.register_forward_hook(lambda _, inputs, output: collect(output))
-        else:
-            layer._compiled_call_impl = lambda *args, **options: collect(compiled(*args, **options))
+    def _collect(self, call: Callable, outputs: list[Tensor], *args: Any, **options: Any) -> Tensor:
+        output = call(*args, **options)
+        if self.training:
+            outputs.append(output)
+        return output
 
     def gradient_checkpointing_enable(self, *arguments) -> None:
         self.student.gradient_checkpointing_enable(*arguments)
@@ -368,9 +365,8 @@ def relufy_config(
         raise ValueError("sampled_chat is true, and the teacher writes nothing: set sampled_share")
     if config.hidden_act == "relu":
         say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
-    if has_source and not share:
-        return loaded
     if has_source:
-        return dataclasses.replace(loaded, samples=samples_file(loaded).name)
+        samples = Plan(loaded).path.name if share else None
+        return dataclasses.replace(loaded, samples=samples)
     parse = loaded.parse_special or loaded.sampled_chat
-    return dataclasses.replace(loaded, source=str(samples_file(loaded)), parse_special=parse)
+    return dataclasses.replace(loaded, source=str(Plan(loaded).path), parse_special=parse)

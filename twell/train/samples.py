@@ -43,7 +43,10 @@ def teacher_hash(name: str | Path, others: str = "") -> str:
 
 
 class Plan:
-    """What a teacher writes: `number` texts of `length` tokens at most, after the ids `first`."""
+    """What a teacher writes: `number` texts of `length` tokens at most, after the ids `first`.
+
+    path: their file in the cache. Its name is a hash of all that decides them but the device.
+    """
 
     def __init__(self, config: TrainConfig):
         self.tokenizer = load_tokenizer(str(resolve(config.teacher)), config.vocab_size)
@@ -53,15 +56,10 @@ class Plan:
         self.number = math.ceil(config.sampled_tokens / self.length)
         if (size := len(self.first)) >= self.length:
             raise ValueError(f"context is {config.context}; the chat's header has {size} tokens")
-
-
-def samples_file(config: TrainConfig) -> Path:
-    """Return the file of these texts in the cache. Its name is a hash of all but the device."""
-    plan = Plan(config)
-    files = teacher_hash(config.teacher, WRITER_FILES)
-    about = [files, plan.length, plan.number, TEMPERATURE, *[plan.header] * config.sampled_chat]
-    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
-    return cache_folder() / f"{PREFIX}{name}.jsonl"
+        files = teacher_hash(config.teacher, WRITER_FILES)
+        about = [files, self.length, self.number, TEMPERATURE, *[self.header] * config.sampled_chat]
+        name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+        self.path = cache_folder() / f"{PREFIX}{name}.jsonl"
 
 
 @torch.no_grad()
@@ -72,9 +70,9 @@ def write_samples(config: TrainConfig, say: Callable[[str], None]) -> None:
     """
     path = cache_folder() / config.samples if config.samples else Path(config.source)
     is_sampled = config.teacher is not None and path.name.startswith(PREFIX)
-    if not is_sampled or path.is_file() or path != samples_file(config):
+    if not is_sampled or path.is_file() or path != (plan := Plan(config)).path:
         return
-    plan, folder = Plan(config), resolve(config.teacher)
+    folder = resolve(config.teacher)
     device = torch.device("cpu")
     if torch.cuda.is_available():  # any rank may be the one that writes
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -64,9 +64,8 @@ def train(
         (refusal,) = broadcast_object_list([refusal])  # every process raises it
         if refusal is not None:
             raise refusal
-        path, complete = folder / "config.yaml", False
-        if resume:
-            complete = results.load_provenance(folder).get("complete")
+        path = folder / "config.yaml"
+        complete = resume and results.load_provenance(folder).get("complete")
         # A process that was killed at its start may have left no config.yaml.
         if resume and (complete or path.is_file() or Checkpoints(folder).exist()):
             begun = TrainConfig.load(path)  # fields that an older version lacked keep defaults

@@ -37,10 +37,9 @@ class Steering:
         return getattr(self.config, self.name) * self.factor
 
     def after(self, step: int, active: float) -> None:
-        """Change the value if its stage ends with this step.
+        """Change the value if its stage ends with this step, and the L1 term acts in full.
 
-        active: mean active neurons a token and layer since the last row. Nothing changes before the
-        L1 term acts in full, and after the last step.
+        active: mean active neurons a token and layer since the last row.
         """
         config = self.config
         begun = step > config.l1_zero_steps + config.l1_warmup_steps
@@ -59,10 +58,8 @@ class Steering:
     def of_coefficient(self, share: float, stages: int) -> float:
         """Return the factor of the L1 coefficient after a stage with a share of active neurons.
 
-        stages: those left. The factor is above 1 if too many neurons are active, and would be after
-        another stage with the change of the last one. It is below 1 if too few are active, and
-        would be after BACK such stages, or after those left. An expected share of AWAY times the
-        aim gives `l1_growth`, one further off more.
+        It stays 1 while the change of the last stage would reach the aim by itself: from above in
+        one more stage, from below in BACK stages or the `stages` left.
         """
         change = 0.0 if self.share is None else share - self.share
         aim = AIM * self.config.active_share
