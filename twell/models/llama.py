@@ -284,7 +284,9 @@ def _checks_l1(model: nn.Module) -> bool:
 def _check_backbone(backbone: nn.Module, _: tuple, output: Sequence[Tensor]) -> None:
     """Check the loss of a training pass that no SparseLlamaForCausalLM collects the terms of."""
     if _checks_l1(backbone):
-        terms = [l1 for ffn in _ffns(backbone) if (l1 := ffn.outbox.last) is not None]
+        # In two steps: torch.compile cannot trace a name that a comprehension assigns.
+        last = [ffn.outbox.last for ffn in _ffns(backbone)]
+        terms = [l1 for l1 in last if l1 is not None]
         if terms:
             _require_l1([output[0], *terms])
 

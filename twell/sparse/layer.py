@@ -302,10 +302,11 @@ class SparseFFN(nn.Module):
     def keep_down(self, in_fp8: bool) -> None:
         """Keep a copy of the down projection in FP8 for dense passes, or drop it.
 
-        None is kept of a projection that has to be called, or whose weight is elsewhere.
+        None is kept of a projection that has to be called, is in FP8, or has its weight elsewhere.
         """
         part = self.down_proj
-        fits = in_fp8 and why_called(part) is None and not part.weight.is_meta
+        fits = in_fp8 and type(part) is nn.Linear and why_called(part) is None
+        fits = fits and not part.weight.is_meta
         self.dense_down = float8.Float8Linear.of(part, saved=False) if fits else None
         self._copied = _version(part.weight) if fits else None
 
