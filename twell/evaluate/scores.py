@@ -93,7 +93,8 @@ def _check_options(
 ) -> None:
     given = {"num_fewshot": (num_fewshot, 0), "limit": (limit, 1), "batch_size": (batch_size, 1)}
     for name, (value, least) in given.items():
-        if value not in (None, "auto") and not (isinstance(value, int) and value >= least):
+        known = value is None or (name, value) == ("batch_size", "auto")
+        if not known and not (isinstance(value, int) and value >= least):
             raise ValueError(f"{name} is {value!r}; it is a number, {least} or more")
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")

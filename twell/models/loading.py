@@ -46,6 +46,7 @@ from twell.sparse import calibration
 from twell.sparse.activations import ACTIVATIONS
 from twell.sparse.calibration import Calibration
 from twell.sparse.float8 import FLOAT8, FP8_DOWN, QUANTIZATION
+from twell.sparse.rows import DTYPES
 
 # Files beside the weights
 CALIBRATION, GENERATION = "calibration.json", "generation_config.json"
@@ -55,7 +56,6 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 LLAMAS = (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu")  # model_type
 SIZES = tuple(
