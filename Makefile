@@ -96,7 +96,7 @@ ifndef SEED
 SEED := $(shell od -An -N3 -tu4 /dev/urandom | tr -d ' ')
 endif
 fuzz: $(VENV)/installed $(VENV)/triton-older/installed
-	TWELL_SEED=$(SEED) $(TEST) -m ""
+	TWELL_SEED=$(SEED) $(TEST) -m "" --hypothesis-seed=$(SEED)
 	TRITON_INTERPRET=1 $(RUN) -m tests.fuzz --cases 100 --seed $(SEED)
 	TRITON_INTERPRET=1 $(RUN) -m tests.fuzz --cases 30 --seed $(SEED) --training
 

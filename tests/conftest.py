@@ -4,6 +4,7 @@ import shutil
 import filelock
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # The kernels' tests run in Triton's interpreter. Triton reads the variable at its first import.
@@ -14,6 +15,19 @@ from tests.browser import chromium, show_live, watch  # noqa: E402
 from tests.factories import SEED  # noqa: E402
 from tests.factories import train as factory  # noqa: E402
 from twell import inspector, trace  # noqa: E402
+
+# Fixed cases, and more and fresh ones with TWELL_SEED or on a GPU.
+fresh = "TWELL_SEED" in os.environ
+settings.register_profile(
+    "twell",
+    derandomize=not fresh,
+    max_examples=25 if fresh or torch.cuda.is_available() else 3,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("twell")
 
 
 def pytest_report_header():

@@ -32,6 +32,7 @@ from math import hypot, isnan, nan
 from pathlib import Path
 
 import torch
+from hypothesis import strategies
 from torch import Tensor
 
 from tests.factories import memory
@@ -87,9 +88,8 @@ class Case:
         return TOLERANCE[self.dtype] * (1.5 if self.act.squared else 1)
 
 
-def draw(seed: int, *, large: bool) -> Case:
-    """The case of a number; `large` is for a GPU."""
-    r = random.Random(seed)
+def draw(r: random.Random, seed: int, *, large: bool) -> Case:
+    """A case drawn by r, whose values follow from a seed; `large` is for a GPU."""
     path = r.choice(["rowwise", "union", "decode"])
     if large:
         tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
@@ -124,6 +124,12 @@ def draw(seed: int, *, large: bool) -> Case:
         if options["activation"] == "relu2" and big:
             options["dtype"] = torch.bfloat16
     return Case(path, tokens, neurons, hidden_size, seed=seed, **options)
+
+
+def cases(*, large: bool = False) -> strategies.SearchStrategy[Case]:
+    """The same cases for hypothesis, which looks for the simplest one that fails."""
+    randoms = strategies.randoms(use_true_random=False)
+    return strategies.builds(partial(draw, large=large), randoms, strategies.integers(0, 2**32))
 
 
 def _values(case: Case, given: dict) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -373,11 +379,15 @@ def check(case: Case, device: torch.device | str) -> float:
     return error
 
 
+def numbered(seed: int, device: str) -> Case:
+    return draw(random.Random(seed), seed, large=device == "cuda")
+
+
 def check_number(seed: int, device: str, train: bool) -> tuple[Case, float]:
     """The case of a number and its error; an exception has the case as a note."""
     from twell.kernels import options, training
 
-    case = draw(seed, large=device == "cuda")
+    case = numbered(seed, device)
     # These layers are too small for the gate on Hopper: force it in half of the cases.
     options.HOPPER_TILES = random.Random(seed).choice([0, 2])
     check_case = check
@@ -403,7 +413,7 @@ def check_numbers(numbers: range, train: bool) -> list[tuple[str, str, float]]:
         memory.check_accesses()
     checked = []
     for seed in numbers:
-        case = draw(seed, large=device == "cuda")
+        case = numbered(seed, device)
         try:
             case, error = check_number(seed, device, train)
         except Exception as problem:  # one bad case must not hide the others

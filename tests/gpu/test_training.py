@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -270,9 +271,9 @@ def test_sharded_over_two_gpus_the_losses_are_those_of_one(tmp_path, compile):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("seed", range(SEED, SEED + 25))
-def test_random_case(path, seed):
-    fuzz_training.check_training(fuzz.draw(seed, large=True), "cuda", path, beyond=True)
+@hypothesis.given(fuzz.cases(large=True))
+def test_random_case(path, case):
+    fuzz_training.check_training(case, "cuda", path, beyond=True)
 
 
 @two_gpus

@@ -4,11 +4,12 @@ tests/fuzz_training.py compares y, the L1 term, the counts and every gradient wi
 integers all sums are exact. Here are cases that a random one seldom meets.
 """
 
-import random
 from dataclasses import replace
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies
 
 from tests import fuzz, fuzz_training
 from tests.factories import SEED
@@ -45,16 +46,14 @@ def assert_same(results, expected):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize(
-    "seed", [SEED, *(pytest.param(SEED + i, marks=slow) for i in range(1, 10))]
-)
-def test_random_case(path, seed, monkeypatch):
-    case = fuzz.draw(seed, large=False)
+@hypothesis.given(fuzz.cases(), strategies.sampled_from([1, 16, 64]))
+def test_random_case(path, case, dense_from):
     if DEVICE == "cpu":
         tokens, neurons = min(case.num_tokens, 70), min(case.intermediate_size, 40)
         case = replace(case, num_tokens=tokens, intermediate_size=neurons)
-    monkeypatch.setattr(training, "DENSE_FROM", random.Random(seed).choice([1, 16, 64]))
-    fuzz_training.check_training(case, DEVICE, path, beyond=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "DENSE_FROM", dense_from)
+        fuzz_training.check_training(case, DEVICE, path, beyond=True)
 
 
 LISTS, MIXED, BACKUP = 1, 16, 10**6  # values of DENSE_FROM, by which the backup holds neurons
