@@ -55,7 +55,7 @@ class Graph(NamedTuple):
     y: Tensor
     lock: threading.Lock
 
-    def run(self, x: Tensor, out: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         with self.lock:
             self.x.copy_(x)
             self.graph.replay()
@@ -71,24 +71,14 @@ def fits(x: Tensor) -> bool:
     return x.is_cuda and 0 < len(x) <= MAX_TOKENS and not torch.cuda.is_current_stream_capturing()
 
 
-def again(
-    path: Callable,
-    x: Tensor,
-    weights: Weights,
-    activity: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor | None:
+def again(path: Callable, x: Tensor, weights: Weights, activity: Tensor | None) -> Tensor | None:
     """Return y by the graph of such a call; None where there is none yet."""
     known = _cases.get(_case(path, x, weights, activity))
-    return known.run(x, out) if type(known) is Graph else None
+    return known.run(x) if type(known) is Graph else None
 
 
 def ffn(
-    path: Callable,
-    x: Tensor,
-    weights: Weights,
-    activity: Tensor | None = None,
-    out: Tensor | None = None,
+    path: Callable, x: Tensor, weights: Weights, activity: Tensor | None, out: Tensor | None
 ) -> Tensor:
     """Return y by a path's function, or by its graph where the case came before.
 

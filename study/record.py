@@ -33,6 +33,7 @@ RUNNING: list[subprocess.Popen] = []
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --compile"
 STEP = "twell measure train-step {} --spread paper --compile --out {{out}}/bench/trained".format
 SIZE = "--hidden-size {} --intermediate-size {}".format
+GRID = "--tokens 1,8,64,512,2048,16384,65536,131072 --active 17,56,225,563,2816"
 FEWEST, FEW = "1,2,4,8,16", "32,64,96,128,192,256,512,1024,2048"
 SOME, OPT = "--tokens 65536,2048,64,1", "--tokens 65536,2048,64,1 --non-gated --bias"
 # The calibrations that ship; "auto" goes by them in the parts that follow.
@@ -61,6 +62,7 @@ MEASURED: dict[str, list[str]] = {
     "situations": [
         f"{FFN} --mode {mode} --tokens {FEWEST},{FEW}" for mode in ("eager", "compiled")
     ],
+    "auto": [f"{FFN} --auto {GRID} --out {{out}}/bench/auto"],
     "activity": [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"],
     "backward": [f"{FFN} --backward --tokens 16384 --active 3,10,29,100,200 --pattern skewed,even"],
     "steps": [f"{FFN} --backward --mode eager --tokens 16384,4096 --active 10,29"],

@@ -32,7 +32,7 @@ SCALED_MARGIN = 0.10
 SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 # A sparse call may take the host so long, as shares of dense's call and of its time on the GPU; the
 # longer counts. The rest of a model needs the host too, and slows Python more than torch's own
-# launches: eager calls of 512 tokens gained 17% in a layer alone, and lost 13% in a model. In
+# launches: eager calls of 512 tokens gained 17% in a layer alone, and lost time in a model. In
 # compiled code dense launches are cheaper than in the single calls that were measured.
 HOST_SHARES = {EAGER: (0.4, 0.4), COMPILED: (0.85, 1.0), GRAPH: (1.0, 1.0)}
 POSITIVE = "a number above 0"

@@ -226,7 +226,8 @@ class Chooser:
         activity = self.activity_of(path, num_tokens, x.device)
         if path == "dense" and due:
             count_activity(sampled_blocks(x), gate, self.counters(num_tokens, x.device))
-        self._quick[num_tokens] = MODULES if by_modules else path
+        if num_tokens <= WAITING:  # calls of more are never replayed
+            self._quick[num_tokens] = MODULES if by_modules else path
         # A call by modules loads no kernels.
         warm_up = self._to_warm_up(num_tokens, None if by_modules else path)
         return Choice(path, by_modules, activity, warm_up, due)
