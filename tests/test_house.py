@@ -20,7 +20,9 @@ def test_imports_go_one_way():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "tests/gpu").glob("test_*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "tests/gpu").glob("test_*.py")), ids=lambda path: path.stem
+)
 def test_tests_of_gpus_use_names_that_exist(path):
     """Without a GPU only this notices a module's name that is gone."""
     there = vars(importlib.import_module(f"tests.gpu.{path.stem}"))

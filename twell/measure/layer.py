@@ -76,7 +76,8 @@ def ffn(
 
     patterns: names of PATTERNS. backward: time a pass forward and backward. mode: one of MODES
     (`runner`); default: graph up to 4,096 tokens, else and in training stream. auto: of our paths
-    "auto" alone. out: the folder of ffn.csv and kernels.csv, or training.csv and training_kernels.csv.
+    "auto" alone. out: the folder of ffn.csv and kernels.csv, or of training.csv and
+    training_kernels.csv.
 
     Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
     wrong result, RuntimeError without a GPU. Ours.

@@ -63,9 +63,10 @@ class Checkpoints:
         self.good = folder
 
     def read(self, say: Callable[[str], None]) -> dict:
-        """Return the state of the newest whole checkpoint with a whole log; report a damaged one.
+        """Return the state of the newest whole checkpoint with a whole log.
 
-        Raises ValueError, naming each damaged file, when none is whole.
+        `say` reports a damaged one. Raises ValueError, naming each damaged file, when none is
+        whole.
         """
         problems = []
         for path in self.paths():
@@ -73,6 +74,8 @@ class Checkpoints:
                 continue
             try:
                 state = read(path)
+                if state.get("row"):
+                    raise ValueError(f"{path} is of an older version, between two rows of the log")
                 rows = self.log.read_bytes()[: state["log"]] if self.log.is_file() else b""
                 if hashlib.sha256(rows).hexdigest() != state["log_sha256"]:
                     raise ValueError(f"{self.log} is damaged: it has changed since the checkpoint")
@@ -90,7 +93,7 @@ class Checkpoints:
         """Load the weights and the optimiser of the checkpoint whose state `read` returned."""
         tensors = _tensors(model, optimizer)
         _transfer(dcp.load, tensors, self.good, "read")
-        weights, moments = tensors.values()
+        weights, moments = tensors["model"], tensors["optimizer"]
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
     def remove(self, but: Path | None = None) -> None:
