@@ -32,8 +32,8 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
     `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
     take 5 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 4 of
     4), and one less with `down=False`, which torchao's configuration lacks. Every backend computes
-    with them; `twell.sparse.float8` has the formula. Saved Llamas keep them, and `twell.load` reads them; it refuses saved FP8 weights
-    of other models.
+    with them; `twell.sparse.float8` has the formula. Saved Llamas keep them, and `twell.load` reads
+    them; it refuses saved FP8 weights of other models.
 
     Nothing changes unless every layer can be quantised. Raises ValueError for a model without
     SparseFFN layers, another granularity, and a layer whose activation makes no zeros, or weights

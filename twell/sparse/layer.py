@@ -311,7 +311,7 @@ class SparseFFN(nn.Module):
         self._copied = _version(part.weight) if fits else None
 
     def down_in_fp8(self) -> float8.Float8Linear | None:
-        """The copy of `keep_down`, made anew where the weight has changed, but not while compiled."""
+        """The copy of `keep_down`, made anew where the weight changed; compiled code keeps its."""
         if self.dense_down is None or self.edit is not None:  # which changes down
             return None
         compiling = torch.compiler.is_compiling()
