@@ -16,7 +16,7 @@ from twell.measure.model import language_model
 from twell.measure.providers import TRITON_COMPILED, model_providers
 from twell.measure.sides import Subject, embed, random_model
 from twell.measure.trainer import train_step
-from twell.sparse.plan import Chooser
+from twell.sparse.plan import EAGER, Chooser
 
 pytestmark = pytest.mark.usefixtures("whole_card")
 SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_size=4096".split()
@@ -97,7 +97,7 @@ def test_a_layer_is_calibrated(tmp_path):
 def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
     captured, path = set(), Chooser.path
 
-    def noting(self, num_tokens, situation):
+    def noting(self, num_tokens, situation=EAGER):
         result = path(self, num_tokens, situation)
         if torch.cuda.is_current_stream_capturing():
             captured.add((situation, num_tokens <= 64, result))

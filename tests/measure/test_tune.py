@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import twell
 from tests.factories.models import make, stock, tokens
-from twell.models import sparse_ffns
+from twell.measure import tune
+from twell.models import order, sparse_ffns
 
 
 def true_activity(model, x):
@@ -52,3 +54,28 @@ def test_the_activity_of_a_batch_is_kept_and_saved(kind, tmp_path):
     again.model.layers[1].forward = lambda hidden, **_: hidden
     with pytest.raises(ValueError, match="1 of 3 layers did not run"):
         twell.tune(again, x)
+
+
+@pytest.mark.parametrize("kinds", [1, 8])
+def test_similar_tokens_go_side_by_side_where_unions_shrink(kinds, monkeypatch):
+    monkeypatch.setattr(tune, "MIN_TOKENS", 256)
+    monkeypatch.setattr(order, "MIN_TOKENS", 256)
+    model, x = make(ffn_backend="reference").eval(), tokens(4, 64) % 80 // 8 * 8
+    x += torch.arange(64) % kinds  # tokens of a kind activate the same eighth of the neurons
+    embedding = model.model.embed_tokens.weight
+    kind = torch.eye(8)[torch.arange(len(embedding)) % 8]
+    with torch.no_grad():
+        embedding.zero_()[:, :8] = 9 * kind
+        for ffn in model.ffns:
+            gate = ffn.gate_proj.weight
+            gate[:, :8] = 2 * torch.eye(8)[torch.arange(len(gate)) % 8] - 1
+    table = twell.tune(model, x)
+    (union,) = (column for column in table if column.startswith("union"))
+    gains = kinds == 8
+    assert (table["in order"].sum() < 0.75 * table[union].sum()) == gains
+    with torch.no_grad():
+        logits = model(input_ids=x).logits
+        assert all((ffn.token_order is not None) == gains for ffn in model.ffns)
+        twell.tune(model, None)
+        assert_close(model(input_ids=x).logits, logits, rtol=1e-4, atol=1e-4)
+    assert all(ffn.token_order is None for ffn in model.ffns)

@@ -15,6 +15,7 @@ from tests.factories.sparse import (
     triton_here,
     watched,
 )
+from twell.sparse.activations import get_activation
 from twell.sparse.edit import Edit
 from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
 from twell.sparse.observe import Collector
@@ -216,3 +217,28 @@ def test_backends_say_why_they_are_off(monkeypatch):
     assert backend_status() == status
     with pytest.raises(RuntimeError, match=f"'triton'.*{reason}"):
         SparseFFN(16, 32, backend="triton")
+
+
+CHANGES = {
+    "threshold": lambda ffn: setattr(ffn, "act", get_activation("relu", 0.3)),
+    "activation": lambda ffn: setattr(ffn, "act", get_activation("relu2")),
+    "silenced": lambda ffn: setattr(ffn, "silenced", True),
+    "edit": lambda ffn: setattr(ffn, "edit", Edit(torch.arange(70.0).double())),
+    "bias": lambda ffn: setattr(ffn.up_proj, "bias", torch.nn.Parameter(torch.ones(70).double())),
+    "training": lambda ffn: ffn.train().add_module("h_dropout", torch.nn.Dropout(1.0)),
+}
+"""What changes a layer after it was compiled."""
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("backend", ["dense", "auto"])
+def test_compiled_code_follows_changes_of_the_layer(backend, change):
+    torch.compiler.reset()
+    ffn, x = make(backend=backend).eval(), torch.randn(5, 24, dtype=torch.float64)
+    compiled = torch.compile(ffn, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        before = compiled(x)
+        assert torch.equal(before, ffn(x))
+        change(ffn)
+        after = compiled(x)
+        assert torch.equal(after, ffn(x)) and not torch.equal(after, before)

@@ -31,14 +31,14 @@ class OrderedTokens:
         self._handles = [module.register_forward_pre_hook(self) for module in modules]
 
     def __call__(self, embedding: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        ids, orders = inputs[0].detach().reshape(-1), {}
-        if len(ids) >= MIN_TOKENS:
+        ids, orders = inputs[0].reshape(-1), {}
+        # With gradients layers compute tokens as they come: activation checkpointing would compute
+        # a layer again in the order of a later pass.
+        if len(ids) >= MIN_TOKENS and not torch.is_grad_enabled():
             if self.places.device != ids.device:
                 self.places = self.places.to(ids.device)
             known = ids.clamp(max=len(self.places) - 1)  # the embedding may have grown
             orders[ids.device] = TokenOrder.by(self.places[known])
-        elif torch.is_grad_enabled():
-            return  # activation checkpointing recomputes layers of a longer pass in their order
         for ffn in self.ffns:
             device = ffn.device
             if orders and device not in orders:
@@ -65,12 +65,11 @@ def order_tokens(model: nn.Module, clusters: int = 64) -> OrderedTokens:
     Such tokens activate the same neurons, so that blocks of 64 have smaller unions. A table of the
     vocabulary gives the order, one for all layers of a pass of at least 4,096 tokens; it is made
     here from the input embedding [V, K] by k-means with so many clusters. y stays the same but for
-    the order of its sums. Layers compute tokens as they come where the backend is "dense", and
-    where a mask leaves tokens out of statistics.
+    the order of its sums. Layers compute tokens as they come where gradients are wanted, where the
+    backend is "dense", and where a mask leaves tokens out of statistics.
 
-    Call it after adapters are added and before torch.compile. When the embedding has changed much,
-    remove it and call it again. With activation checkpointing, compute gradients before `remove()`
-    and before another pass of at least 4,096 tokens. Raises ValueError for a model without
-    SparseFFN layers, without `get_input_embeddings` or with an offloaded embedding.
+    `twell.tune` calls this where it pays. Call it before torch.compile. When the embedding has
+    changed much, remove it and call it again. Raises ValueError for a model without SparseFFN
+    layers, without `get_input_embeddings` or with an offloaded embedding.
     """
     return OrderedTokens(model, clusters)

@@ -82,8 +82,8 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     wide = rows.float()
     amax = wide.abs().amax(-1, keepdim=True).clamp(min=SMALLEST)  # NaN stays NaN
     finite = amax < torch.inf
-    # A division of tensors and a product by a number: torch rounds the other forms twice.
-    inverse = torch.full_like(amax, LARGEST) / amax
+    # In fp64, since torch.compile divides fp32 inexactly; rounded twice, the quotient is the same.
+    inverse = (LARGEST / amax.double()).float()
     values = torch.where(finite, wide * inverse, 0.0).clamp(-LARGEST, LARGEST)
     return values.to(FLOAT8).contiguous(), torch.where(
         finite, amax * (1 / LARGEST), torch.nan

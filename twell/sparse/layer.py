@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from twell.sparse import backends, float8
-from twell.sparse.activations import ACTIVATIONS, RELU, get_activation
+from twell.sparse.activations import ACTIVATIONS, get_activation
 from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS
 from twell.sparse.edit import Edit
 from twell.sparse.observe import (
@@ -320,7 +320,8 @@ class SparseFFN(nn.Module):
         return self.dense_down
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and (path := self._quick_path(x)) is not None:
+        quick = self._compiles_to_modules if torch.compiler.is_compiling() else self._quick_path
+        if (path := quick(x)) is not None:
             if path == MODULES:
                 return self._by_modules(x)
             if (y := backends.replayed(self, x, path)) is not None:
@@ -355,7 +356,7 @@ class SparseFFN(nn.Module):
         gate, up = parts.get("gate_proj"), parts["up_proj"]
         if gate is None:
             return parts["down_proj"](act.hidden(act.gate(up(x)), None))
-        if act is RELU:
+        if act.name == "relu" and not act.threshold:  # torch.compile does not guard identity
             return parts["down_proj"](torch.relu(gate(x)) * up(x))
         return parts["down_proj"](act.hidden(act.gate(gate(x)), up(x)))
 
@@ -378,6 +379,22 @@ class SparseFFN(nn.Module):
         if path == MODULES:
             own["chooser"].count(x.numel() // width)
         return path
+
+    def _compiles_to_modules(self, x: Tensor) -> str | None:
+        """Return MODULES for a plain dense pass; each attribute read becomes a guard of its code."""
+        if self.training or self.silenced or self.edit is not None or torch.is_grad_enabled():
+            return None
+        if self.dense_down is not None or self.outbox.wants is not None:
+            return None
+        parts = self.parts
+        if "h_dropout" in parts or x.shape[-1] != self.hidden_size:
+            return None
+        if self._backend == "auto":
+            num_tokens = x.numel() // self.hidden_size
+            dense = self.chooser.path(num_tokens, situation_of(x)) == "dense"
+        else:
+            dense = self._backend == "dense"
+        return MODULES if dense and type(parts["up_proj"]) is nn.Linear else None
 
     def _is_dense(self, rows: Tensor) -> bool:
         """Whether the modules compute the call, by the backend or because they have to."""

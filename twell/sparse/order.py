@@ -3,7 +3,7 @@
 Work by unions grows with the neurons that any of 64 consecutive tokens activates, and y of a token
 does not depend on its neighbours. So a layer may compute its tokens in any order: x is gathered as
 it is read, and y as it is used. Compiled code fuses both with what is before and behind the layer.
-twell.order_tokens finds an order for a whole model. Ours, not the paper's.
+twell.order_tokens finds an order for a whole model. For inference; ours, not the paper's.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from twell.sparse.observe import Result
 
@@ -34,44 +33,21 @@ class TokenOrder(NamedTuple):
         return TokenOrder(self.order.to(device), self.places.to(device))
 
     def fits(self, rows: Tensor) -> bool:
-        """Whether the rows [M, K] can be in this order: by number, device and gradients."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            if self.order.is_inference():
-                return False  # an earlier pass left it, and it cannot be saved for gradients
+        """Whether the rows [M, K] can be in this order: by number and device."""
         return len(self.order) == len(rows) and self.order.device == rows.device
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the rows [M, K] in this order."""
-        return _take(rows, self.order, self.places)
+        return rows.index_select(0, self.order)
 
     def undo(self, result: Result) -> Result:
         """Return the result of rows in this order for tokens as they were given.
 
         Counts of active neurons keep the order; statistics do not depend on it.
         """
-        l1 = None if result.l1 is None else _take(result.l1, self.places, self.order)
-        y = _take(result.y, self.places, self.order)
+        l1 = None if result.l1 is None else result.l1.index_select(0, self.places)
+        y = result.y.index_select(0, self.places)
         return result._replace(y=y, l1=l1, hidden=None)
-
-
-def _take(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return _Take.apply(rows, order, places)
-    return rows.index_select(0, order)
-
-
-class _Take(Function):
-    """rows[order], whose gradient is a gather too; torch would add rows up atomically."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        order, places = ctx.saved_tensors
-        return _take(gradient, places, order), None, None
 
 
 def similar_side_by_side(vectors: Tensor, clusters: int = 64, rounds: int = 8) -> Tensor:

@@ -1,0 +1,105 @@
+"""Time a stock transformers model beside its sparsified copy: python -m study.stock --out DIR
+
+What a user gets by `twell.sparsify(model, backend="auto")` and `twell.tune`: eager passes and
+`generate`, `torch.compile(model)` as it is, and with mode="reduce-overhead". Rows go to stock.csv.
+"""
+
+import argparse
+import copy
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import twell
+from twell import results
+from twell.measure import imposed, runner
+from twell.measure.runner import Call, bench
+from twell.measure.sides import random_model
+
+SIZES = "2b", ["num_layers=16", "vocab_size=32768"]
+ACTIVE, WRITTEN = 28, 32  # neurons a token; tokens of generate
+TOLERANCE = 0.03  # relative RMS of logits; each layer rounds to bf16 otherwise
+BATCHES = {
+    "eager": "1x128 1x512 1x2048 4x2048 8x2048",
+    "generate": "1x128 8x128",
+    "compiled": "1x16 1x512 1x2048 8x2048",
+    "reduce-overhead": "1x16 1x512 1x2048",
+}
+
+
+class Pair:
+    """A stock model and its sparsified copy; a case of `bench`."""
+
+    def __init__(self):
+        self.gpu = runner.Gpu()
+        size, overrides = SIZES
+        model, config = random_model(size, overrides, 4096, self.gpu.device)
+        sample = imposed.draw_tokens(config.vocab_size, 64, 128, device=self.gpu.device, seed=1)
+        imposed.impose(model, [ACTIVE] * config.num_layers, sample)
+        kept = {k: v for k, v in model.config.to_dict().items() if k in LlamaConfig().to_dict()}
+        with self.gpu.device:
+            stock = LlamaForCausalLM(LlamaConfig(**kept)).to(torch.bfloat16).eval()
+        stock.load_state_dict(model.state_dict())
+        self.models = {"dense": stock.requires_grad_(False)}
+        self.models["auto"] = twell.sparsify(copy.deepcopy(stock), backend="auto")
+        twell.tune(self.models["auto"], {"input_ids": self.draw(4, 2048), "use_cache": False})
+
+    def draw(self, batch: int, context: int) -> torch.Tensor:
+        vocab_size = self.models["dense"].config.vocab_size
+        return imposed.draw_tokens(vocab_size, batch, context, device=self.gpu.device)
+
+    def measure(self, mode: str, batch: int, context: int) -> list[dict]:
+        """Check and time both models; return a row of each."""
+        ids = self.draw(batch, context)
+        runs = {name: self.run(model, mode, ids) for name, model in self.models.items()}
+        # Of `generate` the pass is checked that reads the prompt.
+        passed = self.run(self.models["auto"], "eager", ids) if mode == "generate" else runs["auto"]
+        found = passed().logits.float()
+        exact = self.run(self.models["dense"], "eager", ids)().logits.float()
+        error = float((found - exact).norm() / exact.norm())
+        if not error < TOLERANCE:
+            raise ArithmeticError(f"logits differ by {error:.3g}; {TOLERANCE} is allowed")
+        self.prepare = lambda name: Call(runs[name])
+        times = bench(self, runs, "step")
+        case = {"mode": mode, "batch": batch, "context": context, "active": ACTIVE}
+        case["relative_rms"] = runner.significant(error, 3)
+        rows = [case | {"provider": name} | columns for name, columns in times.items()]
+        print(case, *times.values(), times["dense"]["p50"] / times["auto"]["p50"], flush=True)
+        return rows
+
+    def run(self, model: LlamaForCausalLM, mode: str, ids: torch.Tensor) -> runner.Run:
+        """Return the call that is timed, compiled and warm."""
+        call = partial(model, ids, use_cache=False, logits_to_keep=1)
+        if mode == "generate":
+            options = {"min_new_tokens": WRITTEN, "max_new_tokens": WRITTEN, "do_sample": False}
+            mask = torch.ones_like(ids)
+            call = partial(model.generate, ids, attention_mask=mask, pad_token_id=0, **options)
+        elif mode != "eager":
+            how = {"mode": mode} if mode != "compiled" else {}
+            compiled = torch.compile(model, dynamic=False, **how)
+            call = partial(compiled, ids, use_cache=False, logits_to_keep=1)
+        for _ in range(5):
+            call()
+        return call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--modes", default=",".join(BATCHES), help="with commas")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"))
+    given = parser.parse_args()
+    torch._dynamo.config.cache_size_limit = 64
+    origin = results.provenance()
+    with torch.no_grad():
+        pair = Pair()
+        for mode in given.modes.split(","):
+            for batch in BATCHES[mode].split():
+                torch.compiler.reset()
+                rows = pair.measure(mode, *map(int, batch.split("x")))
+                results.append_rows(given.out / "stock.csv", rows, origin)
+
+
+if __name__ == "__main__":
+    main()
