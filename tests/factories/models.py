@@ -1,6 +1,5 @@
 """Models, checkpoints of every layout, and masks for the tests of twell.models."""
 
-import copy
 import json
 
 import pytest
@@ -91,14 +90,6 @@ def calibration(**changes):
     return Calibration(times=times, **about | changes)
 
 
-def replicate(module):
-    """A replica as nn.DataParallel makes it, with copies of the weights."""
-    replica = module._replicate_for_data_parallel()
-    replica._parameters = copy.deepcopy(module._parameters)
-    replica._modules = {name: child and replicate(child) for name, child in module._modules.items()}
-    return replica
-
-
 def assert_same(result, expected):
     """Compare two state dictionaries bit for bit."""
     assert result.keys() == expected.keys()
@@ -120,11 +111,8 @@ def additive(mask, masked):
 
 
 MASKS = {
-    "bool": square,
-    "int": lambda mask: square(mask).long(),
-    "heads": lambda mask: square(mask).expand(-1, 4, -1, -1),
+    "bool": lambda mask: square(mask).expand(-1, 4, -1, -1),
     "min": lambda mask: additive(mask, torch.finfo(torch.float64).min),
-    "-1e4": lambda mask: additive(mask, -1e4),
     "biased": lambda mask: additive(mask, -1e9) - 3.0 * torch.rand(4, 1, 1),
     "one row": lambda mask: (mask != 0)[:, None, None, :],
     "2-D": lambda mask: mask,

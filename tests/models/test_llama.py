@@ -24,10 +24,6 @@ def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
     assert type(again) is SparseLlamaForCausalLM
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == again.config.to_dict()
     assert_same(again.state_dict(), model.state_dict())
-    model.save_pretrained(
-        tmp_path / "zero", True, {n: 0 * t for n, t in stock.state_dict().items()}
-    )
-    assert not any(map(torch.any, load(tmp_path / "zero")[0].parameters()))
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,16 @@
 
 import copy
 import re
-from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
-from transformers import DynamicCache, LlamaForCausalLM, StaticCache, Trainer, TrainingArguments
+from transformers import DynamicCache, LlamaForCausalLM, Trainer, TrainingArguments
 
 import twell
 from tests.factories import SEED
 from tests.factories import models as factory
-from tests.factories.models import MASKS, counted, make, square, step, stock, tokens
+from tests.factories.models import MASKS, counted, make, step, stock, tokens
 from twell.models import collect_l1, sparsify
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
@@ -159,14 +157,8 @@ def checkpointed(model):
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def broken(model):
-    """A layer that torch.compile leaves to Python."""
-    layer = model.model.layers[1]
-    layer.forward = torch.compiler.disable(layer.forward)
-
-
 @pytest.mark.parametrize(
-    ("whole", "change"), [(False, None), (True, None), (True, broken), (False, checkpointed)]
+    ("whole", "change"), [(False, None), (True, None), (False, checkpointed)]
 )
 def test_compiled_layers_hand_on_the_same(whole, change):
     model, x = make(num_hidden_layers=2).double(), tokens(2, 9)
@@ -193,10 +185,6 @@ def test_compiled_layers_hand_on_the_same(whole, change):
         with pytest.raises(RuntimeError, match="which holds one pass"), collect_l1(model):
             one(input_ids=x, use_cache=False, **given)
             one(input_ids=x, use_cache=False, **given)
-        with collect_l1(model), ThreadPoolExecutor(1) as pool:
-            job = pool.submit(collect_l1(model).__enter__)
-            with pytest.raises(RuntimeError, match="another thread or task collects"):
-                job.result()
     torch.compiler.reset()
 
 
@@ -235,17 +223,6 @@ def test_padding_changes_neither_loss_nor_statistics_nor_gradients():
     for before, ffn in zip(stats, model.ffns, strict=True):
         assert all(map(torch.equal, before, ffn.stats.take()))
 
-    mask = torch.ones(2, 8).index_fill(1, torch.tensor([0, 1]), 0)
-    embeds, results = model.get_input_embeddings()(x).detach(), []
-    labels = x.clone()
-    labels[:, :3] = -100  # the first token after padding is predicted from padding
-    for content in (0.0, torch.nan, torch.inf):
-        inputs = torch.where(mask[..., None] == 0, content, embeds)
-        output, gradients = step(model, inputs_embeds=inputs, attention_mask=mask, labels=labels)
-        results.append(torch.cat([output.loss.detach().reshape(1), gradients]))
-    for other in results[1:]:
-        assert_close(other, results[0], **EXACT)
-
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_every_kind_of_mask_marks_the_padding(kind, monkeypatch):
@@ -267,21 +244,15 @@ def test_every_kind_of_mask_marks_the_padding(kind, monkeypatch):
         assert_close(output.l1, expected.mean())
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
-def test_with_a_cache_the_tokens_of_the_pass_are_counted(kind):
+def test_with_a_cache_the_tokens_of_the_pass_are_counted():
     model = make(eos_token_id=None).eval()
     model.recording = True
     x, mask = tokens(2, 8), torch.ones(2, 8).index_fill(1, torch.tensor([0]), 0).long()
     mask[1, 6] = 0
-    if kind == "dynamic":
-        cache = DynamicCache(config=model.config)
-    else:
-        cache = StaticCache(model.config, max_cache_len=12)
-        whole = square(torch.nn.functional.pad(mask, (0, 4)))
-    counts = []
+    cache, counts = DynamicCache(config=model.config), []
     for start, end in ((0, 3), (3, 4), (4, 8)):
-        given = mask[:, :end] if kind == "dynamic" else whole[:, :, start:end]
-        model(input_ids=x[:, start:end], attention_mask=given, past_key_values=cache)
+        given = {"attention_mask": mask[:, :end], "past_key_values": cache}
+        model(input_ids=x[:, start:end], **given)
         counts.append(counted(model))
     assert counts == [[4] * 3, [2] * 3, [7] * 3]
 
@@ -359,13 +330,3 @@ def test_a_loss_with_l1_needs_a_model_with_the_term_and_labels():
         twell.with_l1(twell.sparsify(stock("qwen2")))
     with pytest.raises(ValueError, match="labels is None"):
         twell.with_l1(make())(None, None)
-
-
-def test_predictions_are_logits_alone(tmp_path):
-    model, rows = make(), tokens(3, 6)
-    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True)
-    trainer = Trainer(model, arguments)
-    result = trainer.predict([{"input_ids": row, "labels": row} for row in rows])
-    assert isinstance(result.predictions, np.ndarray)
-    expected = model.eval()(input_ids=rows).logits
-    np.testing.assert_allclose(result.predictions, expected.detach(), rtol=1e-4, atol=1e-5)
