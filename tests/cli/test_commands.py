@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
-from tests.factories.commands import read_command
 from tests.factories.train import series
+from tests.pages import read_command
 from twell import measure, results
 from twell.cli import app, main
 from twell.cli.runs import BEGIN, END
