@@ -100,20 +100,6 @@ def test_hard_texts_are_shown_as_text(open_page, hard_trace):
     assert texts(page, ".tw-fact .tw-pill") == ["\U0001f469"]
 
 
-@pytest.mark.parametrize(("width", "theme"), [(1400, "light"), (390, "dark")])
-def test_nothing_sticks_out(open_page, width, theme):
-    passage = make_trace(SEED, num_tokens=60)[0]
-    one = Side("one", passage, aggregate_of(passage))
-    view = {"token": 5, "layer": 1, "neuron": int(passage.layer(1).indices[0])}
-    nothing = Side("nothing", passage.part(0, 0), one.aggregate)
-    for sides in ([one], [one, one], [nothing]):
-        page = open_page(sides, view, width, theme)
-        page.locator("summary").click()
-        page.locator("button.tw-hit").first.wait_for()
-        assert f"color-scheme: {theme}" in page.get_attribute(".twell", "style")
-        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
-
-
 def test_keys_and_pointer(open_page):
     passage, mask = make_trace(SEED, num_tokens=40, context=40)
     page = open_page([Side("random", passage)])
