@@ -101,15 +101,12 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     assert picked(page)[0] == 0
     click(page, "button.tw-hit")
     page.locator(".tw-noted").wait_for()
-    # By a word that it promotes, and one that it suppresses.
-    words = np.array(texts(page, ".tw-both-words .tw-pill")).reshape(2, -1).tolist()
-    for where, own in zip(("promotes", "suppresses"), words, strict=True):
-        page.get_by_label("where").select_option(where)
-        word = next(word for word in own if word.strip() and word.isprintable())
-        page.get_by_label("words to find").fill(word)
-        settle(page)
-        page.locator("button.tw-hit", has_text="1 \u00b7 7").first.wait_for()
-        assert (1, 7) in hits(page)
+    # By a word that it promotes.
+    words = texts(page, ".tw-both-words .tw-pill")
+    page.get_by_label("where").select_option("promotes")
+    word = next(word for word in words if word.strip() and word.isprintable())
+    page.get_by_label("words to find").fill(word)
+    page.locator("button.tw-hit", has_text="1 \u00b7 7").first.wait_for()
 
 
 def test_the_widget_computes_what_is_asked_for_and_keeps_notes(live, tiny_run, tmp_path):
@@ -161,7 +158,7 @@ def open_atlas(browser):
 def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_path):
     counted = trace.aggregate_run(tiny_run, "ba de fun " * 40 + "fun fun de ba " * 20)
     counted.save(tmp_path / "counted.npz")
-    inspector.write_note(tmp_path / "mine.txt", 1, 3, "ends of words")
+    (tmp_path / "mine.txt").write_text("1:3 ends of words")
     command = ["atlas", str(tiny_run), "--aggregate", str(tmp_path / "counted.npz")]
     command += ["--labels", str(tmp_path / "mine.txt"), "--out", str(tmp_path / "atlas")]
     assert main(command) == 0
@@ -197,6 +194,3 @@ def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas
     page.go_back()
     opened = "() => document.querySelector('input[aria-label=neuron]').value === '49'"
     page.wait_for_function(opened)
-    for nonsense in ("layer=6&neuron=0", "layer=x&neuron=704", ""):
-        go_to(page, nonsense)
-        picked.wait_for(state="detached")
