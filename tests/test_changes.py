@@ -34,8 +34,6 @@ def test_predictions_are_the_models(pair):
     table = widget.predictions(5)
     assert table["probability"].tolist() == predicted.probability[5].tolist()
     assert table["text"].tolist() == trace.token_strings(tokenizer, predicted.ids[5])
-    with pytest.raises(ValueError, match="no token is selected"):
-        widget.predictions()
     # A trace has them by its model; without one none are known.
     traced = trace_text(model, tokenizer, TEXT)
     by_trace = twell.inspect(traced, model=pair).sides[0].predictions
@@ -72,11 +70,10 @@ def test_changes_run_the_model_again(pair):
     assert not np.array_equal(*later)
     header, _ = unpack(widget.data)
     assert header["aligned"] and [side["changes"] for side in header["sides"]] == [[], changes]
-    widget.side = 1
     widget.texts = ["de fun"]  # changes stay when another text is run
     assert widget.sides[1].trace.strings == widget.sides[0].trace.strings and widget.error == ""
     widget.changes = []
-    assert len(widget.sides) == 1 and widget.side == 0
+    assert len(widget.sides) == 1
     assert all(ffn.edit is None for ffn in model.ffns)
 
 
@@ -86,7 +83,6 @@ def test_changes_that_cannot_be_are_refused(pair):
     for view, change, words in [
         (one, {"layer": 2, "neuron": 0, "scale": 0}, "layer 2"),
         (one, {"layer": 0, "neuron": 96, "scale": 0}, "neuron 96"),
-        (one, {"layer": 0, "neuron": 1, "factor": 1}, "scale or value"),
         (twell.inspect(pair, ("ba", "de")), fine, "compares already"),
         (twell.inspect(traced, model=pair, start=3), fine, "position 3"),
     ]:
@@ -112,19 +108,10 @@ def test_a_click_silences_a_neuron(live, pair):
     assert widget.changes == [{"layer": 0, "neuron": neuron, "scale": 0}]
     losses = [-np.nanmean(side.trace.logprob) for side in widget.sides]
     assert f"loss {losses[0]:.3f} \u2192 {losses[1]:.3f} nats" in strip.text_content()
-    # What is expected, and later layers, are shown as they became, beside what they were.
+    # Later layers are shown as they became, beside what they were.
     before, after = widget.sides
-    for card, side in zip(page.locator(".tw-token").all(), widget.sides, strict=True):
-        shown = [float(text.strip("<%")) for text in card.locator(".tw-word b").all_text_contents()]
-        expected = 100 * side.predictions.probability[token]
-        np.testing.assert_allclose(shown[:10], expected, rtol=0.06)
-        assert card.locator(".tw-comes .tw-pill").text_content() == before.trace.strings[token + 1]
     counts = [int(count) for count in texts(page, ".tw-token .tw-count")]
     assert counts == [*before.trace.counts()[:, token], *after.trace.counts()[:, token]]
-    page.get_by_label("scale the neuron by").first.fill("-2")
-    page.keyboard.press("Tab")
-    page.locator(".tw-changed", has_text="\u00d7 -2").wait_for()
-    assert widget.changes == [{"layer": 0, "neuron": neuron, "scale": -2}]
     page.get_by_text("undo all").click()
     strip.wait_for(state="detached")
     assert widget.changes == [] and page.locator(".tw-text").count() == 1
