@@ -122,18 +122,18 @@ def test_a_click_silences_a_neuron(live, pair):
 
 @pytest.fixture(scope="module")
 def models(tiny_run):
-    """A model, the same one trained on (as far as a test goes), and an unrelated one."""
+    """A model, and the same one trained on (as far as a test goes)."""
     model, tokenizer = twell.load(tiny_run)
-    later, other = copy.deepcopy(model), type(model)(model.config)
+    later = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for weight in later.parameters():
             weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
-    return [(network, tokenizer) for network in (model, later, other)]
+    return [(network, tokenizer) for network in (model, later)]
 
 
 def test_what_can_be_compared_is_said(models):
-    model, later, other = models
+    model, later = models
     header, arrays = unpack(twell.inspect(model, TEXT, compare=later).data)
     assert (header["aligned"], header["same"], header["paired"]) == (True, False, True)
     assert header["reasons"] == []
@@ -143,8 +143,6 @@ def test_what_can_be_compared_is_said(models):
         alike_out.append(F.cosine_similarity(one.down_proj.weight, two.down_proj.weight, 0))
     for name, expected in (("alike_in", alike_in), ("alike_out", alike_out)):
         np.testing.assert_allclose(arrays[name], torch.cat(expected).detach(), atol=5e-3)
-    unrelated = unpack(twell.inspect(model, TEXT, compare=other).data)[0]
-    assert "equal numbers are hardly the same neurons" in unrelated["reasons"][0]
     pair_of_texts = unpack(twell.inspect(model, (TEXT, "de")).data)[0]
     assert pair_of_texts["paired"] and pair_of_texts["same"]
     assert "different tokens" in pair_of_texts["reasons"][0]

@@ -101,19 +101,6 @@ def test_a_text_that_spells_a_special_token_is_text(kind):
     assert parsed.count(tokenizer.eos_token_id) == 2
 
 
-def test_documents_are_parsed_only_where_they_are_asked_to_be(source, tmp_path):
-    """As in runs of versions that always did, whose tokens must not change."""
-    documents = texts(60)
-    documents[3] += corpus.END_OF_TEXT + "more"
-    write_jsonl(source, documents)
-    options = {"vocab_size": 300, "cache": tmp_path / "cache"}
-    ends = []
-    for parse_special in (False, True):
-        made = corpus.prepare(source, parse_special=parse_special, **options)
-        ends.append((made.train == made.tokenizer.eos_token_id).sum())
-    assert ends == [57, 58]
-
-
 def test_a_tokenizer_gives_any_text_back_or_is_refused(tmp_path):
     tokenizer = corpus.train_tokenizer(texts(50), 300)
     assert len(tokenizer) == 300

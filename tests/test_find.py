@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import twell
-from tests.browser import IN_BROWSER, click, go_to, settle, texts, values, watch
+from tests.browser import IN_BROWSER, click, settle, texts, values, watch
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace
 from twell import inspector, results, trace
@@ -176,21 +176,3 @@ def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_pat
     assert [one["fires"] for one in neurons] == fires.reshape(-1).tolist()
     one = neurons[fires.shape[1] + 3]
     assert (one["layer"], one["neuron"], one["note"]) == (1, 3, "ends of words")
-
-
-def test_the_shipped_atlas_is_small_and_its_links_open_what_they_name(open_atlas, tmp_path):
-    inspector.write_atlas(SHIPPED, tmp_path)
-    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 15e6
-    page = open_atlas(tmp_path)
-    click(page, ".tw-overview button.tw-item", 3)
-    assert all(name.startswith("3 ") for name in texts(page, "button.tw-hit b"))
-    go_to(page, "layer=3&neuron=49")
-    page.wait_for_selector(".tw-example")
-    picked = page.locator("input[aria-label=neuron]")
-    assert picked.input_value() == "49"
-    click(page, ".tw-kin .tw-chip")
-    other = picked.input_value()
-    assert page.evaluate("location.hash") == f"#layer=3&neuron={other}" != "#layer=3&neuron=49"
-    page.go_back()
-    opened = "() => document.querySelector('input[aria-label=neuron]').value === '49'"
-    page.wait_for_function(opened)

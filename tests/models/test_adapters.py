@@ -289,22 +289,6 @@ def test_a_model_with_similar_tokens_side_by_side_computes_the_same(kind, monkey
         assert all(ffn.token_order is None for ffn in ffns)
 
 
-def test_activation_checkpointing_computes_again_in_the_same_order(monkeypatch):
-    monkeypatch.setattr(order, "MIN_TOKENS", 24)
-    model = make(ffn_backend="reference", l1_coefficient=0.0).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    inputs, others = {"input_ids": tokens(2, 16)}, {"input_ids": tokens(1, 8)}
-    results = []
-    for ordered in (False, True):
-        model.zero_grad()
-        with twell.order_tokens(model) if ordered else torch.enable_grad():
-            logits = model(**inputs).logits
-            model(**others)  # before the first pass is computed again
-            logits.square().sum().backward()
-        results.append(torch.cat([p.grad.reshape(-1) for p in model.parameters()]))
-    assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
-
-
 def test_models_that_have_no_order():
     with pytest.raises(ValueError, match="Sequential"):
         twell.order_tokens(torch.nn.Sequential(twell.SparseFFN(16, 32)))
