@@ -35,12 +35,9 @@ COMMANDS = {
     "trace RUN --valid --tokens 10": "--tokens and --max-bytes belong to --aggregate",
     "trace RUN --aggregate --valid --max-bytes 5000 --out OUT.npz": "6144 bytes",
     "trace RUN --text a --out RUN/model/model.safetensors": r"\.npz",
-    "inspect RUN --text a --compare-text b --compare-file TEXT": "--compare-text or by --compare-f",
     "inspect TRACE --out OUT.html --text a": "a trace has its own text",
-    "inspect TRACE --out OUT.html --model RUN": "2 .*96.* 3 ",
     "inspect AGGREGATE --out OUT.html": r"other\.npz",
     "atlas AGGREGATE --out OUT --labels TEXT": r"text\.jsonl, line 1",
-    "atlas AGGREGATE --out RUN": "has other files",
     "export RUN --trained-on a --twin RUN --out OUT": "run is the run itself",
     "runs PLACE --out TEXT": r"text\.jsonl",
     "measure ffn --tokens 1,many": "--tokens is '1,many'",
@@ -48,7 +45,6 @@ COMMANDS = {
     "measure ffn --out OUT": "measuring needs a GPU, and torch sees none",
     "measure model --batches 64": "--batches is '64'",
     "measure model RUN --text a --active 3": "--active",
-    "measure model 2b --order-tokens": "2b is a configuration",
     "measure calibrate --out RUN/config.yaml": r"config\.yaml.*\.json",
 }
 

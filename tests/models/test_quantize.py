@@ -1,6 +1,5 @@
 """Models with FP8 weights: saved, loaded, and refused where something is missing."""
 
-import json
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import twell
-from tests.factories.models import assert_same, change_config, make, stock, tokens
+from tests.factories.models import assert_same, make, stock, tokens
 from twell.sparse.float8 import FLOAT8, Float8Linear
 
 SCALE = "model.layers.1.mlp.gate_proj.weight_scale"
@@ -50,15 +49,10 @@ def test_a_saved_model_is_loaded_with_its_bits(tmp_path, down):
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
     assert again[SCALE].dtype == torch.float32
     assert again[GATE].dtype == FLOAT8
-    twell_config = json.loads((folder / "config.json").read_text())
-    assert twell_config["quantization_config"]["quant_method"] == "twell_float8"
     with pytest.warns(UserWarning, match="not kept in bf16"):
         twell.dequantize_(loaded)
-    # Files in bf16 have no `quantization_config`, whose null older readers take for a method.
     folder = tmp_path / "bf16"
     loaded.save_pretrained(folder)
-    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    change_config(quantization_config=None)(folder)  # as versions before wrote it
     for again in (twell.load(folder)[0], AutoModelForCausalLM.from_pretrained(folder)):
         assert_same(again.state_dict(), loaded.state_dict())
 

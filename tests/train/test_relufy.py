@@ -119,29 +119,6 @@ def test_it_learns_and_gets_as_sparse_as_wanted(trained):
     assert logged.to_numpy() == pytest.approx(np.mean(losses), rel=1e-4)
 
 
-OTHERS = {
-    "mistral": {"sliding_window": 8},
-    "llama": {"mlp_bias": True, "tie_word_embeddings": True},
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_families_keep_their_class_and_settings(config, tmp_path, tiny_text, kind):
-    folder = write_pretrained(tmp_path / "model", tiny_text, kind, **OTHERS[kind])
-    given = dataclasses.replace(config("tokens=2048", model=folder), precision="bf16")
-    run = train(given, tmp_path / "run", quiet=True)
-    kl = series(results.load_run(run)[1], "kl", "valid")
-    assert kl.iloc[-1] < kl.iloc[0]
-    saved = AutoModelForCausalLM.from_pretrained(run / "model")
-    assert all(getattr(saved.config, name) == value for name, value in OTHERS[kind].items())
-    assert saved.config.hidden_act == "relu"
-    names = set(AutoModelForCausalLM.from_pretrained(folder).state_dict())
-    assert set(saved.state_dict()) == names
-    if kind != "llama":
-        with pytest.raises(ValueError, match=f"threshold is 0.1, and the teacher is a {kind}"):
-            config("threshold=0.1", model=folder)
-
-
 def test_a_threshold_is_part_of_the_model(config, tmp_path):
     shares = []
     for threshold in (0.0, 0.3):
