@@ -1,4 +1,4 @@
-"""README and docs/: blocks run or parse, links resolve, and the recipe gives commands that exist."""
+"""README and docs/: blocks run or parse, links resolve, the recipe gives commands that exist."""
 
 import re
 import shutil

@@ -6,7 +6,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-import pytest
 import typer
 
 from tests.factories.train import series
@@ -104,36 +103,23 @@ def test_info_names_versions_devices_and_backends(capsys):
     assert "torch" in printed and "device: " in printed and "backend dense: on" in printed
 
 
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Return a function that runs a command, and returns what the measurement was given."""
-    given = {}
-
-    def recorder(name):
-        return lambda *arguments, **options: given.update({name: (arguments, options)})
-
+def test_measurements_get_everything(monkeypatch, tmp_path):
+    given = []
     for name in ("ffn", "language_model"):
-        monkeypatch.setattr(measure, name, recorder(name))
+        monkeypatch.setattr(measure, name, lambda *names, **options: given.append((names, options)))
     monkeypatch.setattr(runner, "Gpu", lambda: None)
     monkeypatch.chdir(tmp_path)
-
-    def run(words, name):
-        assert main(["measure", *words.split()]) == 0
-        return given[name]
-
-    return run
-
-
-def test_measurements_get_everything(measured):
     words = "ffn --tokens 1,64 --pattern even,skewed --mode graph --bias --active 2.5,9 --non-gated"
-    arguments, options = measured(words, "ffn")
+    assert main(["measure", *words.split()]) == 0
+    arguments, options = given.pop()
     assert arguments == ([1, 64], [2.5, 9.0], ["even", "skewed"])
     expected = {"gated": False, "bias": True, "mode": "graph", "out": Path("build/bench")}
     assert expected.items() <= options.items()
 
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
-    arguments, options = measured(words, "language_model")
+    assert main(["measure", *words.split()]) == 0
+    arguments, options = given.pop()
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, decode=[1, 8], decode_context=30, compiled=False)
     expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)

@@ -159,7 +159,7 @@ def test_a_calibration_holds_its_times(timed, tmp_path):
 
 @pytest.mark.parametrize("pays, gated", [(17.0, True), (17.0, False), (0.5, True), (1e3, True)])
 def test_at_the_crossover_both_take_as_long(dense_kernels, monkeypatch, pays, gated):
-    """Sparse steps take the ms of a formula; `pays` neurons are where they take as long as dense."""
+    """Sparse steps take the ms of a formula; with `pays` neurons they take as long as dense."""
     levels = []
 
     def train(path, capacity, x, w_gate, w_up, *tensors, **options):

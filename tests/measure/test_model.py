@@ -1,4 +1,4 @@
-"""Whole models: one by each provider, decoding, rows of every file, checks before times, mistakes."""
+"""Whole models by each provider, decoding, rows of every file, checks before times, mistakes."""
 
 from collections import Counter
 from functools import partial

@@ -1,4 +1,4 @@
-"""The paper number by number: every claim has a number of ours, computed from data, and a verdict."""
+"""The paper number by number: every claim has a number of ours, from data, and a verdict."""
 
 import pytest
 
