@@ -175,16 +175,3 @@ def watch(page) -> list[str]:
     for event in ("console", "pageerror", "dialog"):
         page.on(event, lambda message, event=event: wrong.append(f"{event}: {message}"))
     return wrong
-
-
-def drag(page, start, end):
-    """Drag over the scatter, between fractions of its width and height."""
-    canvas = page.locator(".tw-points")
-    canvas.scroll_into_view_if_needed()
-    box = canvas.bounding_box()
-    places = [(box["x"] + x * box["width"], box["y"] + y * box["height"]) for x, y in (start, end)]
-    page.mouse.move(*places[0])
-    page.mouse.down()
-    page.mouse.move(*places[1], steps=5)
-    page.mouse.up()
-    settle(page)

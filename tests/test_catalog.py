@@ -105,19 +105,6 @@ def test_an_aggregate_alone_has_an_atlas_without_words(tmp_path):
     assert "layer-11" in names and "words-0" not in names
 
 
-def test_the_widget_answers_the_browser(model, monkeypatch):
-    widget = twell.inspect(model, "ba de fun")
-    sent = []
-    monkeypatch.setattr(widget, "send", lambda answer, chunks: sent.append((answer, chunks)))
-    asked = [{"ask": key} for key in ("0:layer-1", "0:layer-9", "nonsense", "7:overview")]
-    asked.append({"note": "0:2:0", "text": "x"})
-    for message in asked:
-        widget._handle_custom_msg(message, [])
-    assert sent[0][1] == [inspector.Catalog(widget.sides[0]).chunk("layer-1")]
-    assert all(answer["error"] and not chunks for answer, chunks in sent[1:])
-    assert len(sent) == len(asked)
-
-
 def test_notes_are_lines_of_a_file_beside_the_model(model):
     file = model / inspector.NOTES
     widget = twell.inspect(model, "ba de fun")

@@ -34,8 +34,6 @@ def test_predictions_are_the_models(pair):
     table = widget.predictions(5)
     assert table["probability"].tolist() == predicted.probability[5].tolist()
     assert table["text"].tolist() == trace.token_strings(tokenizer, predicted.ids[5])
-    with pytest.raises(ValueError, match="no token is selected"):
-        widget.predictions()
     # A trace has them by its model; without one none are known.
     traced = trace_text(model, tokenizer, TEXT)
     by_trace = twell.inspect(traced, model=pair).sides[0].predictions
@@ -72,11 +70,10 @@ def test_changes_run_the_model_again(pair):
     assert not np.array_equal(*later)
     header, _ = unpack(widget.data)
     assert header["aligned"] and [side["changes"] for side in header["sides"]] == [[], changes]
-    widget.side = 1
     widget.texts = ["de fun"]  # changes stay when another text is run
     assert widget.sides[1].trace.strings == widget.sides[0].trace.strings and widget.error == ""
     widget.changes = []
-    assert len(widget.sides) == 1 and widget.side == 0
+    assert len(widget.sides) == 1
     assert all(ffn.edit is None for ffn in model.ffns)
 
 
@@ -86,7 +83,6 @@ def test_changes_that_cannot_be_are_refused(pair):
     for view, change, words in [
         (one, {"layer": 2, "neuron": 0, "scale": 0}, "layer 2"),
         (one, {"layer": 0, "neuron": 96, "scale": 0}, "neuron 96"),
-        (one, {"layer": 0, "neuron": 1, "factor": 1}, "scale or value"),
         (twell.inspect(pair, ("ba", "de")), fine, "compares already"),
         (twell.inspect(traced, model=pair, start=3), fine, "position 3"),
     ]:
@@ -112,53 +108,13 @@ def test_a_click_silences_a_neuron(live, pair):
     assert widget.changes == [{"layer": 0, "neuron": neuron, "scale": 0}]
     losses = [-np.nanmean(side.trace.logprob) for side in widget.sides]
     assert f"loss {losses[0]:.3f} \u2192 {losses[1]:.3f} nats" in strip.text_content()
-    # What is expected, and later layers, are shown as they became, beside what they were.
+    # Later layers are shown as they became, beside what they were.
     before, after = widget.sides
-    for card, side in zip(page.locator(".tw-token").all(), widget.sides, strict=True):
-        shown = [float(text.strip("<%")) for text in card.locator(".tw-word b").all_text_contents()]
-        expected = 100 * side.predictions.probability[token]
-        np.testing.assert_allclose(shown[:10], expected, rtol=0.06)
-        assert card.locator(".tw-comes .tw-pill").text_content() == before.trace.strings[token + 1]
     counts = [int(count) for count in texts(page, ".tw-token .tw-count")]
     assert counts == [*before.trace.counts()[:, token], *after.trace.counts()[:, token]]
-    page.get_by_label("scale the neuron by").first.fill("-2")
-    page.keyboard.press("Tab")
-    page.locator(".tw-changed", has_text="\u00d7 -2").wait_for()
-    assert widget.changes == [{"layer": 0, "neuron": neuron, "scale": -2}]
     page.get_by_text("undo all").click()
     strip.wait_for(state="detached")
     assert widget.changes == [] and page.locator(".tw-text").count() == 1
-
-
-@in_browser
-def test_typed_numbers_outlast_a_drawing_and_are_of_the_neuron_shown(live, pair):
-    widget = twell.inspect(pair, TEXT, layer=0, neuron=4)
-    page = live(widget)
-    # The view is drawn again, here for a dark theme, while a number is typed.
-    box = page.get_by_label("set the neuron to")
-    box.fill("1.5")
-    page.emulate_media(color_scheme="dark")
-    page.locator(".twell[style*=dark]").wait_for()
-    assert box.input_value() == "1.5" and box.evaluate("(node) => node === document.activeElement")
-    page.keyboard.press("Tab")
-    page.locator(".tw-changed", has_text="0 \u00b7 4 = 1.5").wait_for()
-    assert page.evaluate("() => document.activeElement.closest('.tw-neuron') !== null")
-    # Two boxes are changed before the browser draws.
-    page.evaluate(
-        """() => {
-            for (const [name, value] of [["neuron", 9], ["scale the neuron by", -2]]) {
-                const box = document.querySelector(`input[aria-label="${name}"]`);
-                box.value = value;
-                box.dispatchEvent(new Event("change", { bubbles: true }));
-            }
-        }"""
-    )
-    page.locator(".tw-changed").nth(1).wait_for()
-    changes = [{"layer": 0, "neuron": 4, "value": 1.5}, {"layer": 0, "neuron": 9, "scale": -2}]
-    assert widget.changes == changes
-    page.locator(".tw-changed .tw-close").first.click()
-    page.wait_for_function("() => document.querySelectorAll('.tw-changed').length === 1")
-    assert widget.changes == changes[1:]
 
 
 # --- two sides
@@ -166,18 +122,18 @@ def test_typed_numbers_outlast_a_drawing_and_are_of_the_neuron_shown(live, pair)
 
 @pytest.fixture(scope="module")
 def models(tiny_run):
-    """A model, the same one trained on (as far as a test goes), and an unrelated one."""
+    """A model, and the same one trained on (as far as a test goes)."""
     model, tokenizer = twell.load(tiny_run)
-    later, other = copy.deepcopy(model), type(model)(model.config)
+    later = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for weight in later.parameters():
             weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
-    return [(network, tokenizer) for network in (model, later, other)]
+    return [(network, tokenizer) for network in (model, later)]
 
 
 def test_what_can_be_compared_is_said(models):
-    model, later, other = models
+    model, later = models
     header, arrays = unpack(twell.inspect(model, TEXT, compare=later).data)
     assert (header["aligned"], header["same"], header["paired"]) == (True, False, True)
     assert header["reasons"] == []
@@ -187,8 +143,6 @@ def test_what_can_be_compared_is_said(models):
         alike_out.append(F.cosine_similarity(one.down_proj.weight, two.down_proj.weight, 0))
     for name, expected in (("alike_in", alike_in), ("alike_out", alike_out)):
         np.testing.assert_allclose(arrays[name], torch.cat(expected).detach(), atol=5e-3)
-    unrelated = unpack(twell.inspect(model, TEXT, compare=other).data)[0]
-    assert "equal numbers are hardly the same neurons" in unrelated["reasons"][0]
     pair_of_texts = unpack(twell.inspect(model, (TEXT, "de")).data)[0]
     assert pair_of_texts["paired"] and pair_of_texts["same"]
     assert "different tokens" in pair_of_texts["reasons"][0]

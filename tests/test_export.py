@@ -51,11 +51,9 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
         f"| the same from the stored weights, in bf16 | {stored:.4f} |  |",
         f"| inactive | {shares[0]:.2f}% | {shares[1]:.2f}% |",
         f"the run `dense` of commit {dense['commit']}; the price is {price:+.2f}% cross-entropy.",
-        f"{len(blocks) * 32:,} tokens of held-out text, in sequences of 32.",
-        *("Text: nonsense words", row["command"], row["commit"], 'twell.load("checkpoint")'),
+        *("nonsense words", row["command"], row["commit"]),
     ):
         assert line in card, line
-    assert str(tmp_path) not in card and str(runs) not in card
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
     counted = Aggregate.load(out / "aggregate.npz")
     assert counted.num_tokens == len(blocks) * 32 and counted.meta["run"] == "sparse"
@@ -71,11 +69,10 @@ def test_a_run_has_its_validation_tokens_or_needs_its_text(
     run = train_changed(tiny_config, tmp_path / "run", source=str(text), **SHORT)
     trace = ["trace", str(run), "--valid", "--out", str(tmp_path / "out.npz")]
     export = ["export", str(run), "--trained-on", "a", "--out", str(tmp_path / "new")]
-    whole = [*trace, "--aggregate"]  # of all held-out text
     text.write_text("".join(reversed(text.read_text().splitlines(keepends=True))))
-    assert (main(trace), main(whole)) == (0, 2)
+    assert main(trace) == 0
     (run / "valid.npy").write_bytes(b"damaged")  # or of an older version, which wrote none
-    for command in (trace, whole, export):
+    for command in (trace, export):
         capsys.readouterr()
         assert main(command) == 2 and str(run) in capsys.readouterr().err
     assert not (tmp_path / "new").exists()

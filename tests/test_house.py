@@ -60,19 +60,3 @@ def test_every_public_name_loads():
         assert not (ROOT / "twell" / f"{public}.py").exists(), public
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         twell.nothing  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("format", "ELL TwELL PackedTwELL Hybrid TileUnion BufferOverflow"),
-        ("reference", "ffn gate_pack up_down down union_up_down union_down ffn_forward"),
-        ("trace", "Trace Aggregate aggregate aggregate_run trace_text trace_tokens"),
-        ("model", "SparseLlamaConfig SparseLlamaForCausalLM sparsify densify silence save load"),
-        ("train", "TrainConfig train evaluate Log DeadWindow reinitialize balance"),
-        ("corpus", "documents split prepare Corpus Blocks Stream train_tokenizer load_tokenizer"),
-    ],
-)
-def test_modules_that_moved_hand_on_their_names(module, names):
-    public = importlib.import_module(f"twell.{module}")
-    assert [name for name in names.split() if not hasattr(public, name)] == []

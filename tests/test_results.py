@@ -23,7 +23,6 @@ def write_run(folder, log="4,8,train,,loss,1\n4,8,train,1,x,2\n", **config):
 
 # --- provenance
 
-CLUSTER = {"WORLD_SIZE": "16"}  # no launch
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "no",  # set by Accelerate's launcher
     "ACCELERATE_USE_FSDP": "true",
@@ -35,15 +34,12 @@ FSDP = {
 LAUNCH = "accelerate launch --use_fsdp --fsdp_version 2 --num_machines 2 --num_processes 2"
 
 
-@pytest.mark.parametrize(("environment", "start"), [(CLUSTER, "python"), (FSDP, LAUNCH)])
-def test_the_command_says_how_processes_were_started(monkeypatch, environment, start):
-    for name in {*FSDP, *results.FSDP_DEFAULTS}:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
+def test_the_command_says_how_processes_were_started(monkeypatch):
+    for name, value in FSDP.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", ["twell/__main__.py", "train", "171m", "source=my texts/"])
     origin = results.provenance()
-    assert origin["command"] == f"{start} -m twell train 171m 'source=my texts/'"
+    assert origin["command"] == f"{LAUNCH} -m twell train 171m 'source=my texts/'"
     assert all(origin[field] for field in (*results.PROVENANCE_FIELDS, "date"))
     assert {"python", "torch", "numpy"} <= {*origin["versions"]}
 
@@ -107,17 +103,6 @@ def test_rows_are_kept_with_their_provenance(tmp_path):
         results.append_rows(path, [{"tokens": 3}], origin)
 
 
-def test_rows_that_two_processes_append_are_all_kept(tmp_path):
-    code = """import sys; from twell import results
-origin = dict(device="a", versions={"b": "1"}, commit="c", command="d", date="e")
-for n in range(40): results.append_rows(sys.argv[1], [{"n": n}], origin)"""
-    command = [sys.executable, "-c", code, str(tmp_path / "a.csv")]
-    environment = os.environ | {"PYTHONPATH": str(results.root())}
-    processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait(120) for process in processes] == [0, 0]
-    assert sorted(pd.read_csv(tmp_path / "a.csv")["n"]) == sorted([*range(40)] * 2)
-
-
 # --- runs
 
 
@@ -134,8 +119,6 @@ def test_runs_are_read_back(tmp_path):
     assert log["value"].tolist() == [1, 2] * 3 and log["layer"].isna().tolist() == [True, False] * 3
     assert list(log) == ["run", *results.LOG_COLUMNS]
     assert results.load_runs(tmp_path, "deep-* a d*")[0]["run"].tolist() == ["a", "deep-1"]
-    (tmp_path / "b" / "log.csv").write_text(HEADER + "4,8,train,,loss,3\n")  # goes before the other
-    assert results.load_run(tmp_path / "b")[1]["value"].tolist() == [3]
 
 
 def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
@@ -181,8 +164,6 @@ def test_evaluations_are_read_back(tmp_path):
     packed.write_bytes(lzma.compress((tmp_path / "b.json").read_bytes()))
     (tmp_path / "b.json").unlink()
     assert results.load_evaluations(tmp_path)[1] == record
-    results.write_evaluation(tmp_path / "b.json", record)  # the new one takes its place
-    assert not packed.exists() and results.load_evaluations(tmp_path)[1] == record
     for damaged in ("{", "[1]", '{"model": {"name": "a"}, "backend": "dense"}'):
         (tmp_path / "c.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"c\.json"):

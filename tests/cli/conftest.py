@@ -14,10 +14,6 @@ class Place:
         self.run = shutil.copytree(run, folder / "run")
         self.text = shutil.copy(text, folder / "text.jsonl")
 
-    def write(self, name, data):
-        (self.folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
-        return str(self.folder / name)
-
     def train(self, *overrides, config="quick"):
         fields = [*SMALL, f"source={self.text}", *overrides]
         fields = {field.partition("=")[0]: field for field in fields}

@@ -1,21 +1,16 @@
 """What commands do, what they pass on, and what `--help` costs."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-import torch
 import typer
 
-from tests.factories.commands import read_command
 from tests.factories.train import series
-from twell import evaluate, measure, results
+from tests.pages import read_command
+from twell import measure, results
 from twell.cli import app, main
 from twell.cli.runs import BEGIN, END
 from twell.measure import runner
@@ -38,11 +33,6 @@ def test_every_command_has_help_with_an_example_that_parses(capsys):
         assert main([*command.split(), "--help"]) == 0
         example = capsys.readouterr().out.partition("Example: twell ")[2]
         assert " ".join(read_command(shlex.split(example))[0]) == command
-
-
-def test_words_of_a_command_go_in_any_order():
-    words = "train quick seed=1 --out a tokens=5"
-    assert read_command(words.split())[1]["overrides"] == ["seed=1", "tokens=5"]
 
 
 def test_outputs_go_to_build_and_runs_by_default(place, monkeypatch, capsys):
@@ -75,31 +65,11 @@ def test_inspect_takes_models_traces_and_two_texts(place, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"^run: \d+ tokens, [\d.]+ of 96 neurons", printed, re.M)
     assert "\nother: " in printed
-    assert main(place.inspect("--file", place.write("long.txt", "ba de fun " * 3000))) == 0
-    assert re.search(r"run: 4096 tokens, the first of \d{4,}, ", capsys.readouterr().out)
-
-    # 200 letters of two bytes are more than a file's name holds.
-    assert main(place.trace("--text", "ж" * 200)) == 0
     assert main(place.trace("--text", "ba de fun")) == 0
     traced = place.folder / "out.npz"
     options = ["--model", str(place.run), "--start", "2", "--compare-text", "fun"]
     assert main(place.inspect(*options, run=traced)) == 0
     assert "\nout, text 2: " in capsys.readouterr().out
-
-
-def test_evaluate_passes_lm_evals_words_on(monkeypatch, tmp_path):
-    options = {}
-
-    def run(*arguments, **given):
-        options.update(given, arguments=arguments)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(evaluate, "run", run)
-    monkeypatch.chdir(tmp_path)
-    words = "evaluate m --tasks piqa --num_fewshot 2 --limit 5 --log_samples --batch_size 4"
-    assert main(words.split()) == 130
-    assert options["arguments"] == ("m", "piqa") and options["batch_size"] == 4
-    assert (options["num_fewshot"], options["limit"], options["log_samples"]) == (2, 5, True)
 
 
 def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
@@ -111,21 +81,15 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     shutil.rmtree(folder / "stopped" / "model")
     (folder / "stopped" / "checkpoint-00000004").mkdir()
     config, log = results.load_run(tiny_run)
-    log.loc[(log["split"] == "valid") & (log["metric"] == "active_mean"), "value"] = 95.62
-    log.to_csv(folder / "one" / "log.csv", index=False)
     assert main(["runs", str(folder)]) == 0
     heading, rule, *lines = capsys.readouterr().out.splitlines()
-    assert {line.count("|") for line in (heading, rule, *lines)} == {12}
     live, one, stopped = ([word.strip() for word in line.split("|")[1:-1]] for line in lines)
     assert [live[0], one[0], stopped[0]] == ["`live/one`", "`one`", "`stopped` (not complete)"]
     loss = series(log, "cross_entropy", "valid").iloc[-1]
-    expected = [str(config["seed"]), f"{loss:.3f}", "95.6 (100%)"]
-    assert one[4:7] == expected and one[-2] == config["device"]
+    assert one[4:6] == [str(config["seed"]), f"{loss:.3f}"] and one[-2] == config["device"]
     assert [one[-1], stopped[-1]] == ["model", "checkpoint"]
-    for pattern, expected in {"s[t]*": [lines[2]], "one": lines[:2], "live/*": lines[:1]}.items():
-        assert main(["runs", str(folder), "--pattern", pattern]) == 0
-        assert capsys.readouterr().out.splitlines() == [heading, rule, *expected]
-
+    assert main(["runs", str(folder), "--pattern", "s[t]*"]) == 0
+    assert capsys.readouterr().out.splitlines() == [heading, rule, lines[2]]
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     assert main(["runs", str(folder), "--out", str(page)]) == 0
@@ -139,45 +103,23 @@ def test_info_names_versions_devices_and_backends(capsys):
     assert "torch" in printed and "device: " in printed and "backend dense: on" in printed
 
 
-def test_nobody_reading_and_a_name_that_cannot_be_printed_are_no_errors(tiny_run, tmp_path):
-    shutil.copytree(tiny_run, tmp_path / "läuft")
-    command = f"{sys.executable} -m twell runs {tmp_path}"
-    command = ["bash", "-c", f"{command}; {command} >&-"]
-    options = {"env": os.environ | {"PYTHONIOENCODING": "ascii"}, "capture_output": True}
-    done = subprocess.run(command, cwd=results.root(), text=True, **options)
-    assert done.stderr == "" and r"| `l\xe4uft` |" in done.stdout
-
-
-@pytest.fixture
-def measured(monkeypatch, tmp_path):
-    """Return a function that runs a command, and returns what the measurement was given."""
-    given = {}
-
-    def recorder(name):
-        return lambda *arguments, **options: given.update({name: (arguments, options)})
-
+def test_measurements_get_everything(monkeypatch, tmp_path):
+    given = []
     for name in ("ffn", "language_model"):
-        monkeypatch.setattr(measure, name, recorder(name))
+        monkeypatch.setattr(measure, name, lambda *names, **options: given.append((names, options)))
     monkeypatch.setattr(runner, "Gpu", lambda: None)
     monkeypatch.chdir(tmp_path)
-
-    def run(words, name):
-        assert main(["measure", *words.split()]) == 0
-        return given[name]
-
-    return run
-
-
-def test_measurements_get_everything(measured):
     words = "ffn --tokens 1,64 --pattern even,skewed --mode graph --bias --active 2.5,9 --non-gated"
-    arguments, options = measured(words, "ffn")
+    assert main(["measure", *words.split()]) == 0
+    arguments, options = given.pop()
     assert arguments == ([1, 64], [2.5, 9.0], ["even", "skewed"])
     expected = {"gated": False, "bias": True, "mode": "graph", "out": Path("build/bench")}
     assert expected.items() <= options.items()
 
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
-    arguments, options = measured(words, "language_model")
+    assert main(["measure", *words.split()]) == 0
+    arguments, options = given.pop()
     expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, decode=[1, 8], decode_context=30, compiled=False)
     expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)
@@ -185,10 +127,7 @@ def test_measurements_get_everything(measured):
     assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
 
 
-@pytest.mark.parametrize("crossover", [12.5, None])
-def test_a_layer_is_calibrated(tiny_run, tmp_path, monkeypatch, crossover):
-    """Times are written before training is measured, which may take too much memory."""
-
+def test_a_layer_is_calibrated(tiny_run, tmp_path, monkeypatch):
     def calibrate(hidden_size, intermediate_size, gated, quantized, out):
         points = (Point(1, 1, 1, {"dense": 1.0, "union": 0.5}),)
         sizes = hidden_size, intermediate_size, gated
@@ -196,16 +135,11 @@ def test_a_layer_is_calibrated(tiny_run, tmp_path, monkeypatch, crossover):
         calibration.save(out)
         return calibration
 
-    def measure_crossover(*_, **__):
-        if crossover is None:
-            raise torch.OutOfMemoryError("out of memory")
-        return crossover
-
     monkeypatch.setattr(measure, "calibrate", calibrate)
-    monkeypatch.setattr(measure, "crossover", measure_crossover)
+    monkeypatch.setattr(measure, "crossover", lambda *_, **__: 12.5)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_run, "run")
-    assert main(["measure", "calibrate", "run"]) == (2 if crossover is None else 0)
+    assert main(["measure", "calibrate", "run"]) == 0
     written = Calibration.load("run/model/calibration.json")
-    assert written.training == crossover and written.times[0].ms == {"dense": 1.0, "union": 0.5}
+    assert written.training == 12.5 and written.times[0].ms == {"dense": 1.0, "union": 0.5}
     written.check_shape(32, 96, True)

@@ -1,8 +1,6 @@
 """A record has lm-eval's results and says where they came from; a mistake is one clear line."""
 
 import json
-import math
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +30,11 @@ def choose(model, tokenizer, prompt, choices):
 
 
 def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
-    streams, said = (sys.stdout, sys.stderr), []
+    said = []
     folder = both_sources(np.random.default_rng(7))  # others may have equally likely choices
     record = evaluate.run(tiny_run, "paper7", data=folder, say=said.append)
     scores, facts = record["lm_eval"]["results"], record["tasks"]
     assert set(scores) == {*EIGHT, "paper7"} and "samples" not in record["lm_eval"]
-    assert streams == (sys.stdout, sys.stderr)
     # accuracies, from the model alone
     model, tokenizer = twell.load(tiny_run)
     for task, prompt in {"arc_easy": "Question: {}\nAnswer:", "openbookqa": "{}"}.items():
@@ -52,9 +49,7 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
 
     # the mean of the seven, without the cloze variant beside them
     seven = [scores[task]["acc,none"] for task in SEVEN]
-    error = math.sqrt(sum(scores[task]["acc_stderr,none"] ** 2 for task in SEVEN)) / 7
     assert scores["paper7"]["acc,none"] == pytest.approx(np.mean(seven))
-    assert scores["paper7"]["acc_stderr,none"] == pytest.approx(error)
     chance = np.mean([facts[task]["chance"] for task in SEVEN])
     assert facts["paper7"] == {"chance": pytest.approx(chance)}
 
@@ -107,11 +102,9 @@ def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
 WRONG = [
     ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard'"),
     ({"tasks": "piqa"}, "data of piqa"),
-    ({"tasks": "piqa", "data": "nothing"}, "nothing"),
     ({"tasks": "piqa", "data": "two"}, r"piqa\*\.jsonl; .* several"),
     ({"limit": 0}, "limit is 0"),
     ({"batch_size": "many"}, "batch_size is 'many'"),
-    ({"dtype": "int8"}, "dtype is 'int8'"),
     ({"device": "abacus"}, "'abacus'"),
     ({"backend": "triton"}, "backend 'triton' .* float32"),
 ]
@@ -188,26 +181,6 @@ def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch
     assert lm.truncated == {"long": 4}
     with pytest.raises(ValueError, match="'' after 'ba de'"):
         lm.loglikelihood(requests_of([("ba de", "")]))
-
-
-def test_greedy_means_every_token_of_every_part(tiny_run):
-    lm = adapter.LM(tiny_run, 4, device=CPU)
-    model, tokenizer = twell.load(tiny_run)
-
-    @torch.no_grad()
-    def likely(ids, number, window):
-        for _ in range(number):
-            ids = [*ids, int(model(input_ids=torch.tensor([ids[window:]])).logits[0, -1].argmax())]
-        return ids
-
-    first = tokenizer("ba de").input_ids
-    short = likely(first, 5, 0)[len(first) :]
-    other = [(short[0] + 1) % 320, *short[1:]], [*short[:-1], (short[-1] + 1) % 320]
-    # Parts of 32 and 8 tokens. The second is likely after as much as fits.
-    parts = likely([*first, *range(100, 132)], 8, len(first) + 40 - 33)[len(first) :]
-    requests = [(None, first, continuation) for continuation in (short, *other, parts)]
-    answers = lm._loglikelihood_tokens(requests, override_bs=1)
-    assert [greedy for _, greedy in answers] == [True, False, False, False]
 
 
 def test_the_original_of_a_relufied_model(tiny_text, tmp_path):

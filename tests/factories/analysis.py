@@ -4,35 +4,17 @@ import numpy as np
 import pandas as pd
 
 from tests.factories import SEED
-from twell.trace import Trace
+from tests.factories.trace import dense, random_activity
 
 # --- traces -----------------------------------------------------------------------------------
 
 
 def make_trace(seed, num_tokens=60, num_layers=3, intermediate_size=300, context=16):
-    """A random trace with empty and full rows, a silent neuron, values of 0 and negative ones."""
-    random = np.random.default_rng(seed)
-    shape = (num_layers, num_tokens, intermediate_size)
-    mask = random.random(shape) < random.lognormal(-3, 1.5, shape[:2])[:, :, None]
-    mask[random.integers(num_layers), random.integers(num_tokens)] = True
-    mask[random.integers(num_layers), random.integers(num_tokens)] = False
-    mask[:, :, 7] = False
-    values = random.standard_normal(mask.sum()).astype(np.float32)
-    values[random.random(len(values)) < 0.1] = 0
-    token_ids = random.integers(0, 12, num_tokens).astype(np.int32)
-    position = np.arange(num_tokens, dtype=np.int32) % context
-    trace = Trace(
-        token_ids=token_ids,
-        strings=[f"<{token}>" for token in token_ids],
-        logprob=np.where(position == 0, np.nan, -random.random(num_tokens)).astype(np.float32),
-        sequence=np.arange(num_tokens, dtype=np.int32) // context,
-        position=position,
-        indptr=np.concatenate([[0], mask.sum(2).reshape(-1).cumsum()]).astype(np.int64),
-        indices=mask.nonzero()[2].astype(np.uint16),
-        values=values,
-        intermediate_size=intermediate_size,
-    )
-    return trace, mask
+    """A random trace of few different tokens, with values of 0, and its mask [L, T, N]."""
+    lengths = [min(context, num_tokens - start) for start in range(0, num_tokens, context)]
+    options = {"vocab_size": 12, "odd": (0.0,)}
+    trace = random_activity(seed, lengths, num_layers, intermediate_size, **options)
+    return trace, dense(trace)[0]
 
 
 # --- runs -------------------------------------------------------------------------------------

@@ -49,10 +49,6 @@ def commonsense_qa(random):
 
 
 def hellaswag(random):
-    if random.integers(2):
-        hub = {"activity_label": "Roof", "ctx_a": "A man is  here.", "ctx_b": "he", "label": "1"}
-        hub["endings"] = ["runs.", " {{sits}}"]
-        return hub, "Roof: A man is here. He", ["runs.", "{{sits}}"], 1
     hub = {"activity_label": "Home", "ctx_b": "", "label": "3"}
     hub["ctx_a"] = "How to [substeps] do it [title] First [header] it's"
     hub["endings"] = ["a [step] b", "[c] d", ", e", "f  g"]

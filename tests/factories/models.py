@@ -1,10 +1,10 @@
 """Models, checkpoints of every layout, and masks for the tests of twell.models."""
 
-import copy
 import json
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -91,14 +91,6 @@ def calibration(**changes):
     return Calibration(times=times, **about | changes)
 
 
-def replicate(module):
-    """A replica as nn.DataParallel makes it, with copies of the weights."""
-    replica = module._replicate_for_data_parallel()
-    replica._parameters = copy.deepcopy(module._parameters)
-    replica._modules = {name: child and replicate(child) for name, child in module._modules.items()}
-    return replica
-
-
 def assert_same(result, expected):
     """Compare two state dictionaries bit for bit."""
     assert result.keys() == expected.keys()
@@ -120,11 +112,8 @@ def additive(mask, masked):
 
 
 MASKS = {
-    "bool": square,
-    "int": lambda mask: square(mask).long(),
-    "heads": lambda mask: square(mask).expand(-1, 4, -1, -1),
+    "bool": lambda mask: square(mask).expand(-1, 4, -1, -1),
     "min": lambda mask: additive(mask, torch.finfo(torch.float64).min),
-    "-1e4": lambda mask: additive(mask, -1e4),
     "biased": lambda mask: additive(mask, -1e9) - 3.0 * torch.rand(4, 1, 1),
     "one row": lambda mask: (mask != 0)[:, None, None, :],
     "2-D": lambda mask: mask,
@@ -141,12 +130,19 @@ PAPER_CONFIG = {
 
 
 def published(
-    folder, layout, gated=True, kind="llama_sparse_relu", tied=True, shards=1, neurons=84, **changes
+    folder,
+    layout,
+    gated=True,
+    kind="llama_sparse_relu",
+    tied=True,
+    shard=10**6,
+    neurons=84,
+    **changes,
 ):
     """Write a checkpoint as the paper's authors publish theirs, and return its model.
 
-    layout: names of the feed-forward weights, "llama" or the paper's "own". changes: fields of
-    config.json.
+    layout: names of the feed-forward weights, "llama" or the paper's "own". shard: bytes of a
+    file. changes: fields of config.json.
     """
     rope = {"rope_type": "default", "rope_theta": 1e5}
     shape = {"gated_mlp": gated, "tie_word_embeddings": tied, "intermediate_size": neurons}
@@ -162,9 +158,7 @@ def published(
     fields = {"model_type": kind, "tie_word_embeddings": tied, "sparsity_gated_mlp": gated}
     fields |= {"sparsity_new_intermediate_size": neurons}
     (folder / "config.json").write_text(json.dumps(PAPER_CONFIG | fields | changes))
-    names = sorted(tensors)
-    parts = [{name: tensors[name] for name in names[n::shards]} for n in range(shards)]
-    write_shards(folder, parts)
+    save_torch_state_dict(tensors, folder, max_shard_size=shard)
     return model.eval()
 
 
@@ -180,18 +174,6 @@ def own_layout(tensors, gated):
                 tensor = tensor.t().contiguous()
         result[name] = tensor
     return result
-
-
-def write_shards(folder, shards):
-    """Write tensors into one file, or into several with their index."""
-    if len(shards) == 1:
-        save_file(shards[0], folder / "model.safetensors")
-        return
-    weight_map = {}
-    for n, shard in enumerate(shards):
-        save_file(shard, folder / f"model-{n}.safetensors")
-        weight_map |= dict.fromkeys(shard, f"model-{n}.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
 
 
 # Changes of a checkpoint: functions of its folder.

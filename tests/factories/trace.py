@@ -18,8 +18,10 @@ ODD = (0.0, -0.0, 1.0, -1.0, 2.0, 2.0, 1e-20, -1e-20, BELOW_4, -4.0, 1000.0)
 NO_WORDS = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel()))  # 5 is "<5>"
 
 
-def random_activity(seed, lengths=LENGTHS, layers=2, neurons=600, rate=0.05):
-    """A trace of sequences with silent and full rows, dead neurons and ODD values."""
+def random_activity(
+    seed, lengths=LENGTHS, layers=2, neurons=600, rate=0.05, vocab_size=50, odd=ODD
+):
+    """A trace of sequences with silent and full rows, dead neurons and odd values."""
     random = np.random.default_rng(seed)
     tokens = sum(lengths)
     mask = random.random((layers, tokens, neurons)) < rate * random.lognormal(
@@ -31,8 +33,8 @@ def random_activity(seed, lengths=LENGTHS, layers=2, neurons=600, rate=0.05):
     mask[:, :, OFTEN] = random.random((layers, tokens)) < 0.5
     mask[:, 1:, AT_MOST_ONCE] = False
     values = random.standard_normal(mask.sum()) * random.lognormal(0, 1, mask.sum())
-    odd = random.choice(np.array(ODD, np.float32), len(values))
-    token_ids = random.integers(0, 50, tokens).astype(np.int32)
+    odd = random.choice(np.array(odd, np.float32), len(values))
+    token_ids = random.integers(0, vocab_size, tokens).astype(np.int32)
     position = np.concatenate([np.arange(length) for length in lengths])
     return Trace(
         token_ids=token_ids,

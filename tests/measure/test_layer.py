@@ -1,18 +1,17 @@
 """One layer, forward and in training: every provider is checked and timed; wrong results."""
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 
-from tests.factories.measure import SIZES, FakeGpu, K, N, case, counts_of
+from tests.factories.measure import SIZES, K, N, counts_of
 from tests.factories.measure import run as by_reference
 from tests.factories.measure import train as train_densely
 from tests.factories.ops import as_sparse_ffn, as_sparse_train
 from twell.measure import calibration, layer
 from twell.measure.calibration import BEHIND, calibrate, crossover
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import Case, DenseLayer, Step, TrainingCase, ffn
+from twell.measure.layer import Case, DenseLayer, ffn
 from twell.measure.rows import COLUMNS
 from twell.sparse.calibration import DEPENDS_ON, Calibration
 
@@ -44,24 +43,6 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     assert (product["launches"], product["ms"]) == (3.0, 1.5)
 
 
-@pytest.mark.slow
-def test_the_kernels_themselves_are_measured(gpu, monkeypatch):
-    """Also in FP8, with biases and other activations, by Triton's interpreter."""
-    monkeypatch.setattr(gpu, "flushed_times", lambda *_: np.ones(3))  # they were called once
-    rows = ffn([70], [9], **SIZES, activation="relu2", gated=False, bias=True, mode="stream")
-    assert {row["pattern"] for row in rows} == {"skewed relu2 biases"}
-    assert all(1e-4 < row["relative_rms"] < 1.5 * TOLERANCE["layer"] for row in rows)
-    monkeypatch.setattr(layer.float8, "why_not", lambda device: None)
-    rows = ffn([70], [9], **SIZES, mode="stream")
-    dense = ["dense FP8 torch.compile", "dense FP8 by tensors torch.compile"]
-    paths = [f"triton {path} FP8" for path in ("dense", "rowwise", "union", "decode")]
-    names = [*PROVIDERS[:2], *dense, *PROVIDERS[2:], *paths, "auto FP8"]
-    assert [row["provider"] for row in rows] == names
-    errors = {row["provider"]: row["relative_rms"] for row in rows}
-    assert all(errors[path] < TOLERANCE["layer"] for path in paths)
-    assert all(0.005 < errors[name] < 0.05 for name in dense)  # h is quantised too
-
-
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     compiled = []
@@ -87,21 +68,6 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     with pytest.raises(ArithmeticError, match=f"{wrong} at .* 24 tokens  skewed .* is wrong"):
         ffn([24], [9], **SIZES, mode="stream", out=tmp_path)
     assert not dense_kernels.timed and not list(tmp_path.iterdir())
-
-
-# --- training ---------------------------------------------------------------------------------
-
-
-def test_each_step_has_gradients_of_its_own_and_bytes_held_between_the_passes():
-    given, gpu = case(70, kind=TrainingCase), FakeGpu()
-    dense = DenseLayer(given.sets[0])
-    step = Step(dense, dense.with_l1, given.x, given.gradients())
-    first, second = step.tensors(), step.tensors()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert all(leaf.grad is None for leaf in step.leaves.values())
-    gpu.bytes = iter([10**6, 10**7, 10**8])
-    held = 9 * 10**6 - 4 * 70  # without the L1 terms; the bytes of y are those of x
-    assert step.memory(gpu) == {"held": held, "peak": 10**8 - 10**6}
 
 
 @pytest.mark.parametrize(("mode", "gated"), [("stream", True), ("eager", False)])
@@ -143,9 +109,6 @@ def test_a_wrong_step_is_found_and_earlier_rows_are_kept(
     with pytest.raises(ArithmeticError, match=message):
         ffn([70], [9, 20, 30], **SIZES, backward=True, out=tmp_path)
     assert len(pd.read_csv(tmp_path / "training.csv")) == 4  # of the first level
-
-
-# --- calibrations -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -196,7 +159,7 @@ def test_a_calibration_holds_its_times(timed, tmp_path):
 
 @pytest.mark.parametrize("pays, gated", [(17.0, True), (17.0, False), (0.5, True), (1e3, True)])
 def test_at_the_crossover_both_take_as_long(dense_kernels, monkeypatch, pays, gated):
-    """Sparse steps take the ms of a formula; `pays` neurons are where they take as long as dense."""
+    """Sparse steps take the ms of a formula; with `pays` neurons they take as long as dense."""
     levels = []
 
     def train(path, capacity, x, w_gate, w_up, *tensors, **options):

@@ -19,21 +19,17 @@ pytest.importorskip("triton")
 LAYER = [
     ({"patterns": ["evn"]}, "'evn'"),
     ({"tokens": [4, 0]}, "tokens holds 0"),
-    ({"hidden_size": 0}, "hidden_size is 0"),
     ({"kernels": True}, "out"),
     ({"out": "."}, "ffn.csv has the columns"),
     ({"mode": "graph", "backward": True}, "'graph'"),
-    ({"bias": True, "backward": True}, "biases"),
 ]
 MODEL = [
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
-    ({"shapes": [], "layers": True}, "layers: "),
     ({"tuned": True}, "tuned: "),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
     ({"checkpoint": ("x", measure.model(torch.float32), [1])}, "torch.float32"),
     ({"checkpoint": ("x", measure.model(mlp_bias=True), [1])}, "biases"),
-    ({"checkpoint": ("x", measure.model(hidden_size=40), [1])}, "hidden_size is 40"),
     ({"checkpoint": ("x", measure.model(), [1]), "shapes": [(1, 300)]}, "x is for 256 tokens"),
 ]
 GIVEN = {"size": "quick", "overrides": TINY, "shapes": [(2, 32)], "active": [20]}

@@ -73,11 +73,9 @@ def test_rows_are_the_losses_of_quantised_models(tmp_path):
     assert (table["difference"].iloc[1:].abs() > 1e-6).all()
     assert (table.filter(like="dense_").iloc[[0, 1, 3]] == 0).all(axis=None)
     assert (table["active"] - 20).abs().max() < 6
-    # The interval of different sequences has about normal's width; alike ones leave no doubt.
+    # The interval of different sequences has about normal's width.
     rows = pd.DataFrame(quality("tiny", model, sequences[:9], batch=3))
     width = 2 * 1.96 * ((losses[1] - losses[0])[:9] / 29).std() / 3
     assert rows["high"][1] - rows["low"][1] == pytest.approx(width, rel=0.25)
-    alike = quality("tiny", model, [sequences[0]] * 5, batch=1)
-    assert all(row["low"] == row["difference"] == row["high"] for row in alike)
     with pytest.raises(ValueError, match="at least two sequences"):
         quality("tiny", model, [sequences[0], [3]])

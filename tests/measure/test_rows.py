@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from twell import results
-from twell.measure.providers import AUTO, COMPILED, SPARSE_PATHS, TUNED, Provider
+from twell.measure.providers import AUTO, COMPILED, TUNED, Provider
 from twell.measure.rows import COLUMNS, Rows
 
 BENCH = results.root() / "data" / "bench"
@@ -39,8 +39,6 @@ def test_recorded_files_have_these_columns_and_names_that_are_parsed():
         provider = Provider.parse(name)
         assert provider.name == str(provider) == name
         assert provider.compiled == ("torch.compile" in name)
-        assert provider.sparse_path == any(path in name.split() for path in SPARSE_PATHS)
-        assert (provider.compilation == TUNED) == name.endswith("tuned")
     tuned = Provider("triton", None, TUNED)
     assert tuned.untuned == Provider("triton", None, COMPILED) and AUTO.untuned == AUTO
     for name in ("union", "triton eager", "dense union", ""):

@@ -53,14 +53,6 @@ def test_energy_is_that_of_one_call(turns, flush):
     assert case.gpu.now > 2 * runner.ENERGY_MS  # a second of each
 
 
-def test_a_turn_has_as_many_runs_as_its_time_allows():
-    case = Timed()
-    bench(case, "ad", "long")
-    per_turn = {1.0: 300 + runner.LEAD + 800, 4.0: 75 + runner.LEAD + 200}
-    estimates = (1.0 + 4.0) * (2 + runner.LEAD)
-    assert case.gpu.now == 3 * sum(ms * runs for ms, runs in per_turn.items()) + estimates
-
-
 def test_kernel_times_are_means_over_calls_by_short_names():
     gpu = FakeGpu()
     names = {

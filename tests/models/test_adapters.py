@@ -9,13 +9,12 @@ import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twell
 from tests.factories import models as factory
-from tests.factories.models import assert_same, family, inputs_of, make, replicate, stock, tokens
+from tests.factories.models import assert_same, family, inputs_of, make, stock, tokens
 from twell.models import densify, load, order, sparse_ffns, sparsify
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
@@ -79,10 +78,6 @@ def test_dropout_between_the_projections_of_t5():
     ffn = sparse_ffns(sparse)[0]
     assert not ffn.readable
     assert ffn.eval().readable
-    ffn.train().h_dropout.p = 0.0  # as trl switches dropout off
-    assert ffn.readable
-    dropout = twell.densify(sparse).encoder.block[0].layer[1].DenseReluDense.dropout
-    assert type(dropout) is nn.Dropout and dropout.p == 0.0
 
 
 def test_l1_terms_of_layers_that_see_rows_and_of_two_parts():
@@ -107,10 +102,9 @@ def test_l1_terms_of_layers_that_see_rows_and_of_two_parts():
     assert all(ffn.up_proj.weight.grad is not None for ffn in sparse_ffns(model))
 
 
-@pytest.mark.parametrize(("kind", "sparsified"), [("opt", "before"), ("nanochat", "after")])
-def test_accelerate_loads_and_offloads(kind, sparsified, tmp_path):
+def test_accelerate_loads_and_offloads(tmp_path):
     """Accelerate finds weights by the names of modules, here with feed-forward weights on disk."""
-    model, x = family(kind), tokens(2, 9)
+    model, x = family("opt"), tokens(2, 9)
     expected = logits(model, x)
     model.save_pretrained(tmp_path)
     modules = (name.rpartition(".")[0] for name in model.state_dict())
@@ -118,12 +112,9 @@ def test_accelerate_loads_and_offloads(kind, sparsified, tmp_path):
     with init_empty_weights():
         empty = type(model)(model.config).eval()
     empty.tie_weights()
-    if sparsified == "before":
-        sparsify(empty, backend="reference")
+    sparsify(empty, backend="reference")
     options = {"offload_folder": tmp_path / "offloaded", "strict": True}
     loaded = load_checkpoint_and_dispatch(empty, tmp_path, device_map, **options)
-    if sparsified == "after":
-        sparsify(loaded, backend="reference")
     assert not any(ffn.readable for ffn in sparse_ffns(loaded))
     assert_close(logits(loaded, x), expected, rtol=1e-4, atol=1e-4)
     loaded.save_pretrained(tmp_path / "again")
@@ -131,7 +122,7 @@ def test_accelerate_loads_and_offloads(kind, sparsified, tmp_path):
     assert_close(logits(twell.densify(loaded), x), expected)
 
 
-def test_copies_replicas_threads_and_compiled_code_compute_the_same():
+def test_copies_threads_and_compiled_code_compute_the_same():
     dense, x = family("opt", num_hidden_layers=2), tokens(2, 9)
     expected, sparse = logits(dense, x), sparsify(copy.deepcopy(dense))
     assert_close(torch.func.functional_call(sparse, dict(dense.named_parameters()), x)[0], expected)
@@ -141,10 +132,9 @@ def test_copies_replicas_threads_and_compiled_code_compute_the_same():
     compiled = torch.compile(sparse, fullgraph=True, backend="eager")
     with torch.no_grad():
         assert_close(compiled(x, use_cache=False).logits, expected)
-    replica, pickled = replicate(sparse), pickle.loads(pickle.dumps(sparse))
+    pickled = pickle.loads(pickle.dumps(sparse))
     for parameter in sparse.parameters():
         parameter.data.zero_()
-    assert_close(logits(replica, x), expected)
     assert_close(logits(pickled, x), expected)
     assert torch.equal(logits(twell.densify(pickled), x), expected)
 
@@ -156,10 +146,8 @@ class Other(LlamaMLP):
 
 REFUSED = [  # a family, an attribute of its second layer, its value, and what the error names
     ("bitnet", None, None, "BitNetMLP normalises h"),
-    ("gpt2", None, None, "GPT2LMHeadModel"),
     ("t5", None, None, "NewGELUActivation"),
     ("opt", "activation_dropout", 0.1, "activation_dropout=0.1"),
-    ("llama", "mlp", checkpoint_wrapper(stock("llama").model.layers[1].mlp), "CheckpointWrapper"),
     ("llama", "mlp.__class__", Other, "Other, not a transformers.*LlamaMLP"),
     ("llama", "mlp.forward", lambda x: x, "a LlamaMLP has a forward of its own"),
     ("llama", "mlp.act_fn", nn.SiLU(), r"'relu', .* SiLU\(\)"),

@@ -24,10 +24,6 @@ def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
     assert type(again) is SparseLlamaForCausalLM
     assert AutoConfig.from_pretrained(tmp_path).to_dict() == again.config.to_dict()
     assert_same(again.state_dict(), model.state_dict())
-    model.save_pretrained(
-        tmp_path / "zero", True, {n: 0 * t for n, t in stock.state_dict().items()}
-    )
-    assert not any(map(torch.any, load(tmp_path / "zero")[0].parameters()))
 
 
 @pytest.mark.parametrize(
@@ -109,8 +105,6 @@ def test_silent_neurons_add_nothing_and_blocks_nest(backend, gated):
     for error, selection, names in (
         (IndexError, ([3],), "layer 3 .*0 to 2"),
         (IndexError, (1, [84]), "neuron 84 .*0 to 83"),
-        (IndexError, (1, [0, -1]), "neuron -1"),
-        (ValueError, ([1], [0]), r"one layer, .*\[1\]"),
         (ValueError, (None, [0]), "one layer"),
     ):
         with pytest.raises(error, match=names), silence(model, *selection):
@@ -141,7 +135,6 @@ def test_scaled_and_set_neurons_and_their_order():
     assert torch.equal(model(input_ids=x).logits, plain)
     for options, names in (
         ({}, "None and None"),
-        ({"scale": 1, "value": 2}, "1 and 2"),
         ({"scale": [1, 2, 3]}, r"\[1, 2, 3\]"),
         ({"value": float("nan")}, "nan"),
     ):

@@ -8,7 +8,6 @@ import torch
 from study import analysis
 from tests.factories import SEED
 from tests.factories.analysis import make_trace
-from tests.factories.trace import aggregate_of
 from twell.sparse.formats import PackedTwELL
 
 
@@ -53,20 +52,6 @@ def test_blocks_and_tiles(traced):
         assert row.overflow_rows == pytest.approx(over.any(1).mean(), abs=1e-12)
     packed = PackedTwELL.pack(torch.from_numpy(mask[1]).bfloat16(), 64, 8)
     assert table["overflow_rows"][3] == pytest.approx(float(packed.overflow.double().mean()))
-
-
-def test_an_aggregate_has_the_tables_of_its_trace():
-    trace, _ = make_trace(SEED, num_tokens=300)
-    counted = aggregate_of(trace)
-    for table, options in [
-        (analysis.per_layer, {}),
-        (analysis.by_position, {}),
-        (analysis.union_sizes, {"blocks": (64, 16)}),
-        (analysis.tile_overflow, {"compressions": (8, 2)}),
-        (analysis.per_token, {"min_count": 1}),
-    ]:
-        expected = table(trace, **options)
-        pd.testing.assert_frame_equal(table(counted, **options), expected, check_exact=True)
 
 
 @pytest.mark.parametrize("to", ["token", "position"])

@@ -1,9 +1,9 @@
-"""The paper number by number: every claim has a number of ours, computed from data, and a verdict."""
+"""The paper number by number: every claim has a number of ours, from data, and a verdict."""
 
 import pytest
 
+from scripts import claims, lessons
 from study import paper
-from tests.pages import script
 from twell import results
 
 ROOT = results.root()
@@ -12,11 +12,11 @@ ROOT = results.root()
 @pytest.fixture(scope="module")
 def lesson():
     """The cells and names of the lesson that computes the table."""
-    return script("lessons").run(ROOT / "notebooks" / "00_paper.ipynb", {})
+    return lessons.run(ROOT / "notebooks" / "00_paper.ipynb", {})
 
 
 def test_the_documents_have_the_numbers_of_the_table(lesson):
-    claims, data, table = script("claims"), lesson[1]["data"], lesson[1]["claims"]
+    data, table = lesson[1]["data"], lesson[1]["claims"]
     assert (table["ours"] != "").all() and set(table["verdict"]) <= set(paper.VERDICTS)
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     assert claims.claims_page(table, data.subjects) in page, "run python scripts/claims.py"
@@ -25,7 +25,7 @@ def test_the_documents_have_the_numbers_of_the_table(lesson):
 
 def test_the_page_of_the_lesson_is_up_to_date(lesson):
     page = (ROOT / "docs" / "lessons" / "00_paper.md").read_text(encoding="utf-8")
-    assert script("lessons").page("00_paper", lesson[0]) == page, "run make lessons"
+    assert lessons.page("00_paper", lesson[0]) == page, "run make lessons"
 
 
 def test_the_main_number_computed_otherwise(lesson):

@@ -6,13 +6,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from study import analysis, keep, record
-from twell import results, trace
+from twell import results
 from twell.config import TrainConfig
 
 PLACES = {"out": Path("out"), "corpus": Path("corpus"), "tasks": Path("t"), "model": Path("m")}
@@ -63,23 +61,3 @@ def test_what_is_small_of_a_run_is_kept(tiny, tmp_path, monkeypatch):
     command[1] = str(tiny / "run")
     with pytest.raises(SystemExit):  # another run of this name
         keep.main()
-
-
-def test_answers_are_the_likeliest(tiny):
-    """By a plain pass a choice, without batches."""
-    model, tokenizer = trace.load_with_tokenizer(tiny / "run")
-    model.eval()
-    items = [{"query": "bada", "choices": ["bada baga", "gain"], "gold": g} for g in (0, 1)]
-    items.append({"query": "bada gain", "choices": ["du"], "gold": 0})
-    sums, lengths = [], []
-    for choice in items[0]["choices"]:
-        before = len(trace.encode(tokenizer, "bada"))
-        ids = torch.tensor([trace.encode(tokenizer, f"bada {choice}")])
-        logprob = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1)
-        sums.append(logprob.gather(-1, ids[0, 1:, None])[before - 1 :].sum().item())
-        lengths.append(len(choice))
-    table = keep.answers(model, tokenizer, [("a", items[0]), ("a", items[1]), ("b", items[2])])
-    assert table["task"].tolist() == ["a", "a", "b"]
-    best = int(np.argmax(sums)), int(np.argmax(np.divide(sums, lengths)))
-    assert table["correct"].tolist()[:2] == [int(best[0] == g) for g in (0, 1)]
-    assert table["by_bytes"].tolist()[:2] == [int(best[1] == g) for g in (0, 1)]

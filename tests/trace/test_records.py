@@ -2,7 +2,6 @@
 
 import copy
 import math
-import re
 
 import numpy as np
 import pytest
@@ -16,9 +15,18 @@ from twell.trace import BLOCKS, COMPRESSIONS, SAMPLE, TILE_N, Aggregate, Trace
 
 
 @pytest.fixture(scope="module")
-def records():
-    trace = random_activity(SEED)
-    return {"trace": trace, "aggregate": aggregate_of(trace)}
+def trace():
+    return random_activity(SEED)
+
+
+@pytest.fixture(scope="module")
+def counted(trace):
+    return aggregate_of(trace)
+
+
+@pytest.fixture(scope="module")
+def records(trace, counted):
+    return {"trace": trace, "aggregate": counted}
 
 
 @pytest.mark.parametrize("kind", ["trace", "aggregate"])
@@ -62,8 +70,7 @@ def test_counts_are_those_of_the_dense_layers(records, kind):
         assert np.array_equal([part[:, n] for part in overflows], expected), compression
 
 
-def test_layers_parts_and_the_table_of_a_trace(records):
-    trace = records["trace"]
+def test_layers_parts_and_the_table_of_a_trace(trace):
     active, h = dense(trace)
     assert np.array_equal(trace.counts(), active.sum(2))
     for start, stop in ((0, trace.num_tokens), (4, 117), (9, 9)):
@@ -103,8 +110,7 @@ def test_saved_and_loaded_and_damaged(tmp_path, records, kind):
     assert again.pack() == whole
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
-    encrypted = re.sub(rb"(PK\x03\x04..|PK\x01\x02.{4}).", rb"\g<1>\1", whole, flags=re.DOTALL)
-    for damaged in (b"", whole[:300], whole[:-40], flipped, encrypted):
+    for damaged in (b"", whole[:300], whole[:-40], flipped):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"a\.npz"):
             type(record).load(path)
@@ -126,7 +132,6 @@ def test_recorded_files_load_and_give_the_same_bytes():
         ("trace", {"strings": ["a"]}, "strings has 1 .* 592"),
         ("trace", {"indptr": np.zeros(9, np.int64)}, "indptr has 9"),
         ("trace", {"values": np.zeros(3, np.float32)}, "3 values"),
-        ("trace", {"intermediate_size": 2}, "layer of 2"),
         ("aggregate", {"occurrences": np.zeros(50)}, "occurrences counts 0.* 592"),
         ("aggregate", {"active_histogram": np.zeros((2, 601))}, "active_histogram counts 0"),
     ],
@@ -138,16 +143,6 @@ def test_sizes_that_do_not_fit_are_refused(records, kind, change, words):
 
 
 SOME = [(0, DEAD), (0, OFTEN), (0, factory.AT_MOST_ONCE), (0, 31), (0, 256), (1, OFTEN), (1, 599)]
-
-
-@pytest.fixture(scope="module")
-def trace():
-    return random_activity(SEED)
-
-
-@pytest.fixture(scope="module")
-def counted(trace):
-    return aggregate_of(trace)
 
 
 def firings_of(trace):

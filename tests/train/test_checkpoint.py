@@ -11,7 +11,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.factories import SEED
 from tests.factories.train import SHORT, contents, resume, stop_training, stream_config
@@ -98,14 +97,12 @@ def test_a_run_resumes_exactly(config, tiny_config, tiny_text, tmp_path, stage):
     assert differences(resume(config, run), whole) == []
 
 
-@pytest.mark.parametrize("moment", [0, 3])
-def test_a_kill_after_the_last_file_leaves_nothing_behind(stopped, expected, monkeypatch, moment):
-    run, config = stopped
-    unlink, moments = Path.unlink, itertools.count()
+def test_a_kill_after_the_last_file_leaves_nothing_behind(stopped, expected, monkeypatch):
+    (run, config), unlink, moments = stopped, Path.unlink, itertools.count()
 
     def kill(path, **options):
         complete = json.loads((run / "provenance.json").read_text())["complete"]
-        if complete and not path.name.endswith(".part") and next(moments) == moment:
+        if complete and not path.name.endswith(".part") and next(moments) == 3:
             raise ZeroDivisionError
         unlink(path, **options)
 
@@ -127,8 +124,6 @@ def test_every_changed_bit_is_found(stopped):
     for file in sorted(path.iterdir()):
         data = file.read_bytes()
         places = draw.sample(range(len(data)), 6)
-        if file.name == "state.pt":  # the checksums of a zip file do not cover its directory
-            places += range(data.index(b"PK\x01\x02"), len(data), 97)
         changed = [data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :] for place in places]
         for damaged in (*changed, data[: draw.randrange(len(data))]):
             file.write_bytes(damaged)
@@ -148,19 +143,6 @@ def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected):
     out = capsys.readouterr().out
     assert str(file) in out and f"{previous}, step 4\n" in out
     assert [checkpoint.read(path)["step"] for path in Checkpoints(run).paths()] == [8, 4]
-    assert differences(resume(config, run), expected) == []
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(stopped, monkeypatch, expected):
-    run, config = stopped
-
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(torch, "save", full)
-        resume(config, run)
-    assert checkpoint.read(run / "checkpoint-00000008")["step"] == 8
     assert differences(resume(config, run), expected) == []
 
 
@@ -230,7 +212,6 @@ REFUSED = [  # what is in the folder, options, the error and what it names
     ("run", {}, FileExistsError, "already holds a run"),
     ("run", {"overwrite": True, "source": "nothing.txt"}, FileNotFoundError, "nothing.txt"),
     ("nothing", {"intermediate_size": 10**12}, MemoryError, "GiB"),
-    ("link to nothing", {}, FileExistsError, "run"),
     ("a config.yaml alone", {"overwrite": True}, FileExistsError, "provenance.json"),
     ("no provenance.json", {"resume": True}, FileExistsError, "provenance.json"),
 ]
@@ -241,9 +222,7 @@ def test_a_folder_that_does_not_fit_is_left_alone(
     short, tiny_run, tmp_path, kind, options, error, words
 ):
     folder = tmp_path / "run"
-    if kind == "link to nothing":
-        folder.symlink_to(tmp_path / "elsewhere")
-    elif kind == "a config.yaml alone":
+    if kind == "a config.yaml alone":
         folder.mkdir()
         (folder / "config.yaml").write_text("base: quick  # written by hand\n")
     elif kind != "nothing":
@@ -277,10 +256,6 @@ def test_one_process_trains_and_another_learns_which(tiny_config, tmp_path):
     pipe.send("end")
     process.join()
     assert not (tmp_path / "run").exists()  # it was empty
-    tmp_path.joinpath("train.lock").write_text("of a killed process")
-    with start.hold(tmp_path):
-        pass
-    assert tmp_path.is_dir()
 
 
 def test_a_run_that_was_killed_at_its_start_begins_again(short, tmp_path):
@@ -289,22 +264,11 @@ def test_a_run_that_was_killed_at_its_start_begins_again(short, tmp_path):
     assert results.load_run(tmp_path / "run")[0]["complete"]
 
 
-def test_a_run_of_an_older_version_goes_on(tiny_config, tmp_path, monkeypatch):
-    """Without later fields. Provenance has every start."""
+def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
     config, run = dataclasses.replace(tiny_config, checkpoint_every=4), tmp_path / "run"
     monkeypatch.setenv("TWELL_COMMIT", "first")
     stop_training(config, run, 4)
-    origin = json.loads((run / "provenance.json").read_text())
-    del origin["starts"]
-    (run / "provenance.json").write_text(json.dumps(origin))
-    lines = [line for line in open(run / "config.yaml") if "balance_every" not in line]
-    (run / "config.yaml").write_text("".join(lines))
     monkeypatch.setenv("TWELL_COMMIT", "second")
-    later = dataclasses.replace(config, balance_every=1)  # as a configuration may have by now
-    train(later, run, resume=True, quiet=True)
-    row = results.load_provenance(run)
-    assert [(one["commit"], one.get("step")) for one in row["starts"]] == [
-        ("first", None),
-        ("second", 4),
-    ]
-    assert row["complete"] and results.load_run(run)[0]["balance_every"] == 0
+    resume(config, run)
+    starts = results.load_provenance(run)["starts"]
+    assert [(one["commit"], one.get("step")) for one in starts] == [("first", 0), ("second", 4)]

@@ -9,7 +9,7 @@ import torch
 import yaml
 from accelerate.utils import set_seed
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from tests.factories import SEED
 from tests.factories import train as factory
@@ -18,7 +18,7 @@ from tests.kills import differences
 from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, load
-from twell.train import build, evaluate
+from twell.train import build
 from twell.train.dead import DeadWindow, balance, reinitialize
 
 
@@ -52,21 +52,6 @@ def test_a_run_learns_and_leaves_everything(tiny_run, tiny_config):
     np.testing.assert_allclose(loss, parts, rtol=1e-5)
     silenced = series(log, "cross_entropy_silenced", "valid")
     assert silenced.index.get_level_values("step").tolist() == [16]
-
-
-def test_the_saved_model_has_the_logged_loss_and_activity(tiny_run, tiny_config):
-    _, log = results.load_run(tiny_run)
-    model = AutoModelForCausalLM.from_pretrained(tiny_run / "model").eval()
-    _, _, blocks = tiny_config.prepare_text()
-    result = evaluate(model, blocks)
-    loss = series(log, "cross_entropy", "valid").iloc[-1]
-    assert result["cross_entropy"] == pytest.approx(loss, rel=1e-4)
-    logged = series(log, "active_mean", "valid").loc[16].to_numpy()
-    np.testing.assert_allclose([layer["mean"] for layer in result["layers"]], logged, rtol=1e-4)
-    loss = evaluate(model, blocks, 3)["cross_entropy"]  # a mean over all tokens
-    assert loss == pytest.approx(result["cross_entropy"], rel=1e-6)
-    assert not model.training and not model.recording
-    assert AutoTokenizer.from_pretrained(tiny_run / "model")("ba de").input_ids
 
 
 def test_the_schedules_of_learning_rate_and_l1(tiny_config, tmp_path, adamw_step):

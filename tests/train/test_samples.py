@@ -54,14 +54,10 @@ def test_without_a_source_the_teacher_writes_when_the_run_starts(teacher, tmp_pa
 def test_the_teacher_writes_conversations(speaker):
     fields = [*BRIEF, "sampled_tokens=3000", "sampled_chat=true", "tokens=1024"]
     tokenizer = load_tokenizer(str(speaker), 320)
-    for template, words in (
-        ("{{ messages[0].content }}", "no chat template with a header"),
-        ("{{ 40 * 'U: ' }}{{ messages[0].content }}", "context is 32"),
-    ):
-        tokenizer.chat_template = template
-        tokenizer.save_pretrained(speaker)
-        with pytest.raises(ValueError, match=words):
-            relufy_config(speaker, fields)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(speaker)
+    with pytest.raises(ValueError, match="no chat template with a header"):
+        relufy_config(speaker, fields)
     tokenizer.chat_template = "U: {{ messages[0].content }}<|endoftext|>"
     tokenizer.save_pretrained(speaker)
     config = relufy_config(speaker, fields)
