@@ -154,7 +154,7 @@ def measured(monkeypatch, tmp_path):
     given = {}
 
     def recorder(name):
-        return lambda *arguments, **options: given.update({name: (arguments, options)})
+        return lambda **options: given.update({name: options})
 
     for name in ("ffn", "language_model"):
         monkeypatch.setattr(measure, name, recorder(name))
@@ -170,19 +170,19 @@ def measured(monkeypatch, tmp_path):
 
 def test_measurements_get_everything(measured):
     words = "ffn --tokens 1,64 --pattern even,skewed --mode graph --bias --active 2.5,9 --non-gated"
-    arguments, options = measured(words, "ffn")
-    assert arguments == ([1, 64], [2.5, 9.0], ["even", "skewed"])
-    expected = {"gated": False, "bias": True, "mode": "graph", "out": Path("build/bench")}
+    options = measured(words, "ffn")
+    expected = {"tokens": [1, 64], "active": [2.5, 9.0], "patterns": ["even", "skewed"]}
+    expected |= {"gated": False, "bias": True, "mode": "graph", "out": Path("build/bench")}
     assert expected.items() <= options.items()
 
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
-    arguments, options = measured(words, "language_model")
-    expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
+    options = measured(words, "language_model")
+    expected = dict(size="1.5b", overrides=["num_layers=2"], shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, decode=[1, 8], decode_context=30, compiled=False)
-    expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)
+    expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"))
     expected |= dict(graphs=False, alike=False)
-    assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
+    assert options == expected
 
 
 @pytest.mark.parametrize("crossover", [12.5, None])

@@ -37,7 +37,7 @@ MODEL = [
     ({"checkpoint": ("x", measure.model(), [1]), "shapes": [(1, 300)]}, "x is for 256 tokens"),
 ]
 GIVEN = {"size": "quick", "overrides": TINY, "shapes": [(2, 32)], "active": [20]}
-SMALL = {"model": "quick", "overrides": [*TINY, "precision=bf16"]}
+SMALL = {"size": "quick", "overrides": [*TINY, "precision=bf16"]}
 CASES = [(ffn, {"tokens": [4]} | options, words) for options, words in LAYER]
 CASES += [(train_step, SMALL | {"profile": "hump"}, "'hump'")]
 CASES += [(language_model, GIVEN | options, words) for options, words in MODEL]

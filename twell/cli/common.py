@@ -36,14 +36,15 @@ def add(app: typer.Typer, command: Callable, name: str, example: str, panel: str
     app.command(name, **about, rich_help_panel=panel)(command)
 
 
-def option(text: str, panel: str | None = None, *, metavar: str | None = None):
-    """Return a Typer option with a help text, in a panel of the help."""
-    return typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
+def option(text: str, panel: str | None = None, *, name: str | None = None, **settings):
+    """Return a Typer option with a help text, in a panel of the help; name: not its parameter's."""
+    names = () if name is None else (name,)
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
 
 
 def flag(name: str, text: str, panel: str | None = None):
     """Return a Typer option that is given or not."""
-    return typer.Option(name, help=text, rich_help_panel=panel)
+    return option(text, panel, name=name)
 
 
 MODEL = "A run, a folder with a model and its tokenizer, or a name on the Hugging Face hub."
@@ -64,11 +65,11 @@ Resume = Annotated[bool, flag("--resume", "Go on from the run's checkpoint.")]
 Statistics = Annotated[Path | None, option(STATISTICS, metavar="FILE")]
 
 
-def split_config(name: str, overrides: list[str] | None, default: str) -> tuple[str, list[str]]:
+def split_config(size: str, overrides: list[str] | None, default: str) -> dict:
     """Return a configuration and its overrides; key=value in its place leaves the default."""
-    if "=" in name:
-        return default, [name, *(overrides or ())]
-    return name, list(overrides or ())
+    if "=" in size:
+        return {"size": default, "overrides": [size, *(overrides or ())]}
+    return {"size": size, "overrides": list(overrides or ())}
 
 
 def read_text(

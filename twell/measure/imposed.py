@@ -44,6 +44,11 @@ PAPER_ACTIVE, ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}, 29.
 ACTIVITY_CHUNK = 8192  # tokens whose activity is counted at a time
 
 
+def mean_of(size: str, active: float | None) -> float:
+    """Return the mean active neurons that a configuration gets: as given, else the paper's."""
+    return PAPER_ACTIVE.get(size, ACTIVE) if active is None else active
+
+
 def draw_tokens(
     vocab_size: int, batch: int, context: int, *, device: torch.device | str = "cpu", seed: int = 0
 ) -> Tensor:

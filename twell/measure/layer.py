@@ -45,6 +45,7 @@ from twell.sparse.observe import Collector
 from twell.sparse.training import SparseTraining
 
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
+FORWARD_TOKENS, BACKWARD_TOKENS = (131_072, 16_384, 2048, 64, 16, 1), (65_536, 16_384)
 GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
 DECODE_TOKENS = 1024  # largest number of tokens for which the path "decode" is timed
 # With this many entries row-wise takes half a second, far more than any other path.
@@ -56,7 +57,7 @@ DY, DL1 = 1e-5, 2.0**-20
 
 
 def ffn(
-    tokens: Sequence[int],
+    tokens: Sequence[int] | None = None,
     active: Sequence[float] = (29,),
     patterns: Sequence[str] = ("skewed",),
     *,
@@ -74,14 +75,11 @@ def ffn(
 ) -> list[dict]:
     """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
-    patterns: names of PATTERNS. backward: time a pass forward and backward. mode: one of MODES
-    (`runner`); default: graph up to 4,096 tokens, else and in training stream. auto: of our paths
-    "auto" alone. out: the folder of ffn.csv and kernels.csv, or of training.csv and
-    training_kernels.csv.
-
-    Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
+    patterns: names of PATTERNS. mode: one of MODES (`runner`); default: graph up to 4,096 tokens,
+    else and in training stream. Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
     wrong result, RuntimeError without a GPU. Ours.
     """
+    tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
     act = get_activation(activation, gated=gated, sparse=True)
     for name in patterns:
         require(name in PATTERNS, f"pattern {name!r} is unknown; use one of {', '.join(PATTERNS)}")

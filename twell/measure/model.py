@@ -33,13 +33,11 @@ from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import bench
 from twell.measure.sides import Subject, check_model, exact_hidden_states, forward, random_model
 from twell.models.llama import SparseLlamaForCausalLM
-from twell.models.order import order_tokens
 from twell.sparse import float8
 from twell.sparse.layer import SparseFFN, captured_by_hand
 
 FILES = "model", "model_layers", "decode"
 TIMES = "dense", "sparse", "auto", "auto_path", "relative_rms"  # of layers alone
-ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
 Draw = Callable[..., Tensor]
 
@@ -50,13 +48,12 @@ def language_model(
     overrides: Sequence[str] = (),
     *,
     checkpoint: Checkpoint | None = None,
-    ordered: bool = False,
     alike: bool = False,
     shapes: Sequence[tuple[int, int]] = ((64, 2048),),
     profile: str = "paper",
     active: Sequence[float] | None = None,
     layers: bool = False,
-    decode: Sequence[int] = (),
+    decode: Sequence[int] | None = None,
     decode_context: int = 512,
     compiled: bool | None = None,
     tuned: bool = False,
@@ -75,12 +72,12 @@ def language_model(
     Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     gpu, rows = runner.Gpu(energy), Rows(out, *FILES)
+    decode = decode or ()
     least = min([*itertools.chain(*shapes), *decode, decode_context])
     require(least >= 1, f"batches and documents hold {least}; it has to be at least 1")
     for name, first in {"layers": layers, "alike": alike}.items():
         unfit = f"{name}: measured on the first of the batches, and there is none"
         require(bool(shapes) or not first, unfit)
-    require(not (layers and ordered), "layers: they are timed in the text's order; ordered is not")
     unfit = "tuned: decoding is timed so with compiled layers; say how many documents to decode"
     require(not tuned or bool(decode and compiled is not False), unfit)
     reason = float8.why_not(gpu.device) if fp8 else None
@@ -88,7 +85,7 @@ def language_model(
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
     longest = max(lengths, default=1)
     if checkpoint is None:
-        means = active or [imposed.PAPER_ACTIVE.get(size, imposed.ACTIVE)]
+        means = active or [imposed.mean_of(size, None)]
         model, config = random_model(size, overrides, longest, gpu.device)
         levels = [layer_means(profile, config.num_layers, mean) for mean in means]
         draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
@@ -96,9 +93,6 @@ def language_model(
         (size, model, _), profile, levels = checkpoint, "checkpoint", [None]
         draw = _draw_from(*checkpoint, longest, gpu.device)
         model = model.to(gpu.device).requires_grad_(False).eval()
-        if ordered:
-            profile = ORDERED
-            order_tokens(model)
     subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
     providers = model_providers(compiled, precisions=in_passes)

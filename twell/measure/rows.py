@@ -44,11 +44,12 @@ COLUMNS = {
     }.items()
 }
 # Columns that only some rows have, or only recorded ones: None in the others.
-OPTIONAL = set("energy watts idle flops bytes roofline forward wanted".split())
+OPTIONAL = {*f"{ENERGY} {WORK} idle forward wanted without_ffn largest".split()}
+OPTIONAL.add("largest_tokens_per_second")
 # The printed columns of a row, where they have values.
 SHOWN = (
     "model batch context pattern tokens active layer kernel provider path p50 ms dense sparse auto "
-    "tokens_per_second first_token energy peak largest cross_entropy difference low high"
+    "tokens_per_second first_token energy peak cross_entropy difference low high"
 ).split()
 
 

@@ -37,11 +37,12 @@ Run = Callable[[], Any]
 class Turns:
     """How long each provider is timed: `rounds` turns of `ms`, each after `settle` ms of runs.
 
-    Clocks fall while a GPU works: providers take turns, so that the first is not the fastest.
+    Without `ms` a turn is one run, which returns its own ms. Clocks fall while a GPU works:
+    providers take turns, so that the first is not the fastest.
     """
 
     rounds: int
-    ms: float
+    ms: float | None
     settle: float = 0
 
 
@@ -52,6 +53,7 @@ TURNS = {
     "floor": Turns(4, 30),
     "pass": Turns(9, 800, settle=SETTLE_MS),
     "optimizer": Turns(8, 2000),  # 2 steps at least
+    "serving": Turns(2, None),
 }
 
 
@@ -102,6 +104,9 @@ class _Timer:
     def turn(self) -> None:
         self.call.enter()
         run, ms = self.call.run, self.turns.ms
+        if ms is None:
+            self.times.append(np.array([run()]))
+            return
         if self.call.flush:
             self.times.append(self.gpu.flushed_times(run, ms))
             return
@@ -197,14 +202,6 @@ class Gpu:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         return result, (self.meter() if self.meter else 0) - before, seconds
-
-    def idle_watts(self) -> float | None:
-        """Return the mean power in W over two seconds without work, after a second's wait."""
-        if self.meter is None:
-            return None
-        time.sleep(1.0)
-        _, used, seconds = self.metered(lambda: time.sleep(2.0))
-        return round(used / 1e3 / seconds, 1)
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated()

@@ -106,7 +106,7 @@ class Subject:
         graphs: bool = True,
     ):
         self.model, self.gpu, self.graphs = model, gpu, graphs
-        self.columns = model_columns(name, model, profile) | {"idle": gpu.idle_watts()}
+        self.columns = model_columns(name, model, profile)
         self.calibrations = [ffn.calibration for ffn in model.ffns]  # of layers in bf16
         self.take_weights()
         self.compiled = {kind: Compiled(model, given) for kind, given in COMPILE_OPTIONS.items()}
