@@ -413,21 +413,10 @@ def model_name(path: str | Path) -> str:
 def write_evaluation(path: str | Path, record: dict) -> None:
     """Write what `evaluate.run` returned as JSON, in place of an older one.
 
-    Logged samples go beside NAME.json, as lm-eval writes them: samples_TASK_NAME.jsonl, an item a
-    line. Raises ValueError when the provenance is not whole.
+    Raises ValueError when the provenance is not whole.
     """
     _check_provenance(record)
-    path, samples = Path(path), record["lm_eval"].get("samples", {})
-    for task in record["tasks"]:
-        beside = path.with_name(f"samples_{task}_{path.stem}.jsonl")
-        if task in samples:
-            lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples[task]]
-            write_atomically(beside, "".join(lines))
-        else:
-            beside.unlink(missing_ok=True)
-    scores = {name: value for name, value in record["lm_eval"].items() if name != "samples"}
-    text = json.dumps(record | {"lm_eval": scores}, indent=1, ensure_ascii=False)
-    write_atomically(path, text + "\n")
+    write_atomically(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     Path(f"{path}.xz").unlink(missing_ok=True)
 
 

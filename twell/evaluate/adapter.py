@@ -36,16 +36,6 @@ MAX_BATCH_SIZE = 256
 CPU_BATCH_SIZE = 8  # on two cores, 32 is several times slower
 
 
-def find_device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):  # torch without CUDA asserts
-        usable = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-        raise ValueError(f"device {name!r} cannot be used here; {usable} can") from None
-
-
 @contextlib.contextmanager
 def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
     """Suppress what lm-eval prints, and yield a `say` that still prints."""
@@ -85,7 +75,6 @@ class LM(HFLM):
         device: torch.device,
         backend: str | None = None,
         dtype: str | None = None,
-        add_bos_token: bool | None = None,
         say: Callable[[str], None] | None = None,
     ):
         if batch_size == "auto" and device.type == "cpu":
@@ -112,13 +101,9 @@ class LM(HFLM):
             max_batch_size=MAX_BATCH_SIZE,
             max_length=loaded.config.max_position_embeddings,
             softmax_dtype=torch.float32,
-            add_bos_token=add_bos_token,
         )
         if self.ffn_backend == "triton" and loaded.dtype == torch.float32:
-            raise ValueError(
-                "backend 'triton' computes in bfloat16 or float16, and the model is float32; "
-                "give a dtype"
-            )
+            raise ValueError("backend 'triton' computes float32 densely; give a 16-bit dtype")
         if self.prefix_token_id is None:
             raise ValueError(
                 f"the tokenizer of {model} has neither bos_token nor eos_token to begin texts with"
@@ -140,22 +125,7 @@ class LM(HFLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score a continuation longer than the context in parts, unlike lm-eval.
-
-        Each part has as many of the tokens before it as fit.
-        """
-        size, parts, whose = self.max_length, [], []
-        for number, (words, context, continuation) in enumerate(requests):
-            if not continuation:
-                raise ValueError(f"{words[1]!r} after {words[0][-40:]!r} has no token of its own")
-            # Windows of a rolling likelihood come with override_bs; they are never cut.
-            if override_bs is None and len(context) + len(continuation) > size + 1:
-                self.truncated[self.asked_by[number]] += 1
-            for at in range(0, len(continuation), size):
-                parts.append((words, context + continuation[:at], continuation[at : at + size]))
-                whose.append(number)
-        answers = [(0.0, True)] * len(requests)
-        scored = super()._loglikelihood_tokens(parts, disable_tqdm=True, override_bs=override_bs)
-        for number, (logprob, greedy) in zip(whose, scored, strict=True):
-            answers[number] = answers[number][0] + logprob, answers[number][1] and greedy
-        return answers
+        if override_bs is None:  # windows of a rolling likelihood are never cut
+            for name, (_, context, continuation) in zip(self.asked_by, requests, strict=True):
+                self.truncated[name] += len(context) + len(continuation) > self.max_length + 1
+        return super()._loglikelihood_tokens(requests, True, override_bs)
