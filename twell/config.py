@@ -159,22 +159,6 @@ class TrainConfig:
         """Steps between changes of the coefficient or threshold that steers activity."""
         return self.l1_stage_steps if self.l1_coefficient else self.log_every
 
-    def remarks(self) -> list[str]:
-        """Return a line for each schedule that the run does not finish, or that never acts."""
-        steps, tokens, stage = self.steps, self.steps * self.batch_tokens, self.steering_steps
-        first = self.l1_zero_steps + self.l1_warmup_steps  # steering begins after this step
-        idle = {
-            "active_share": self.active_share and (steps - 1) // stage <= first // stage,
-            "reinit": self.reinit and tokens < self.dead_window_tokens,
-            "balance_every": self.balance_every > steps,
-        }
-        lines = [f"{name} {getattr(self, name)} never acts" for name in idle if idle[name]]
-        if self.warmup_steps >= steps:
-            lines.append(f"warmup_steps {self.warmup_steps} are not over at the end")
-        if self.l1_coefficient and l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps) < 1:
-            lines.append(f"l1_warmup_steps {self.l1_warmup_steps} are not over at the end")
-        return [f"{line}: the run has {steps} steps and {tokens} tokens" for line in lines]
-
     @classmethod
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
         """Read a YAML file, or one of the package's own by name, and apply key=value overrides.

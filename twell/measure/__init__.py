@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".calibration": "calibrate crossover",
         ".check": "Exact TOLERANCE",
-        ".layer": "ffn small_grid",
+        ".layer": "ffn",
         ".model": "language_model",
         ".patterns": "Pattern synthetic_layer",
         ".providers": "Provider",

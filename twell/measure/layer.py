@@ -8,8 +8,6 @@ fp64 before a step is timed, and all providers have the same loss.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -451,18 +449,3 @@ def sparse_step(case: Case, path: str) -> Step:
     next(step.attempts)
     step.path, step.capacity = layer.train_path or "dense", layer.capacity
     return step
-
-
-def small_grid(folder: str | Path) -> Path:
-    """Measure one layer, forward and in training, into a folder; return the folder. Minutes.
-
-    For a device that nobody measured yet. `twell measure ffn` runs in a process of its own, so each
-    row names a command that can be repeated. Raises RuntimeError without a GPU, CalledProcessError
-    where the command fails.
-    """
-    runner.Gpu()
-    for grid in ("--tokens 1,64,16384 --kernels", "--tokens 16384 --backward"):
-        options = f"{grid} --active 3,29,300 --pattern skewed,even --out".split()
-        command = [sys.executable, "-m", "twell", "measure", "ffn", *options, str(folder)]
-        subprocess.run(command, check=True)
-    return Path(folder)

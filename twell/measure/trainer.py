@@ -23,7 +23,7 @@ from twell.measure.patterns import layer_means
 from twell.measure.providers import Provider, compilations
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import Call, bench
-from twell.measure.sides import Compiled, check_model, model_columns
+from twell.measure.sides import check_model, compile_layers, model_columns
 from twell.models.l1 import collect_l1
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
@@ -122,12 +122,11 @@ class Trainer:
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
         self.expected: tuple[float, ...] = ()  # results of the first provider
-        around = None
+        self.around: Callable | None = None
         if config.checkpoint_activations:
             # Around a compiled layer: within it, it could not keep its L1 term.
-            around = functools.partial(checkpoint, use_reentrant=False)
+            self.around = functools.partial(checkpoint, use_reentrant=False)
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.compiled = Compiled(self.model, around=around)
         self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
         SparseTraining(self.model).allow_recompiling()
 
@@ -142,7 +141,7 @@ class Trainer:
         self.leave()
         self.optimizer = None  # before the next one: two would not fit
         self.model.zero_grad()
-        self.compiled(provider.compiled)
+        compile_layers(self.model, provider.compilation, self.around)
         self.loss = self.compiled_loss if provider.compiled else _chunk_loss
         checkpointed = self.config.checkpoint_activations and not provider.compiled
         for layer in self.model.model.layers:
