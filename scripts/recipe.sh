@@ -111,8 +111,8 @@ make_once "$OUT/inspector.html" \
   python -m twell inspect "$OUT/sparse" --text "$SENTENCE" --compare "$OUT/dense" --out "$OUT/inspector.html"
 
 # ---- Export ----------------------------------------------------------------------------------------------------------
-# A folder to give away: bf16 weights, tokenizer and a model card that shows the dense twin beside it.
+# A folder to give away: bf16 weights, tokenizer and a model card.
 
 make_once "$OUT/model" \
-  python -m twell export "$OUT/sparse" --trained-on "texts of $TEXTS" --twin "$OUT/dense" --out "$OUT/model"
+  python -m twell export "$OUT/sparse" --trained-on "texts of $TEXTS" --out "$OUT/model"
 echo "Open $OUT/inspector.html in a browser. In Python: model, tokenizer = twell.load('$OUT/model')"

@@ -50,7 +50,6 @@ COMMANDS = {
     "atlas RUN --out OUT": r"aggregate\.npz",
     "atlas AGGREGATE --out OUT --labels TEXT": r"text\.jsonl, line 1",
     "atlas AGGREGATE --out RUN": "has other files",
-    "export RUN --trained-on a --twin RUN --out OUT": "run is the run itself",
     "runs PLACE --pattern /tmp": "'/tmp'",
     "runs PLACE --out TEXT": r"text\.jsonl",
     "evaluate RUN --out RUN/provenance.json": r"provenance\.json",

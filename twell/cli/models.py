@@ -292,10 +292,6 @@ def export(
     trained_on: Annotated[
         str, option("What the model was trained on, in a sentence, for the card.")
     ],
-    twin: Annotated[
-        Path | None,
-        option("The run with another L1 coefficient that the card shows beside.", metavar="RUN"),
-    ] = None,
     out: Annotated[Path | None, folder("build/export/RUN")] = None,
 ) -> None:
     """Write a finished run as a folder to give away: bf16 weights, tokenizer, model card."""
@@ -303,7 +299,7 @@ def export(
     from twell.export import export
 
     out = out or BUILD / "export" / results.model_name(run)
-    print(export(run, out, text=trained_on, twin=twin))
+    print(export(run, out, text=trained_on))
 
 
 def layer(
