@@ -225,6 +225,15 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace the text between two marks of a page. Raises ValueError where it lacks them."""
+    before, first, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not last:
+        raise ValueError(f"{path} has no place for this table: two lines, {begin} and {end}")
+    write_atomically(path, before + first + text + last + after)
+
+
 def kept(path: str | Path) -> Path:
     """Return the file, or its compressed form NAME.xz where only that exists."""
     path = Path(path)

@@ -382,4 +382,4 @@ def test_without_l1_the_threshold_rises_until_few_are_active(config, tmp_path, m
     assert model.config.activation_threshold == pytest.approx(thresholds.iloc[-1], rel=1e-4)
     card = (export(run, tmp_path / "out", text="Words.") / "README.md").read_text()
     last = f"{model.config.activation_threshold:.3g}"
-    assert f"| activation | relu above {last} |" in card
+    assert f"activation relu above {last}." in card

@@ -44,11 +44,7 @@ def runs(
     if out is None:
         print(table)
         return
-    before, begin, rest = out.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{out} has no place for the list: two lines, {BEGIN} and {END}")
-    results.write_atomically(out, "\n".join([before + begin, table, end + after]))
+    results.write_between(out, BEGIN, END, f"\n{table}\n")
 
 
 def _short(value: float, digits: int) -> str:
