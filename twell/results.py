@@ -377,13 +377,12 @@ def load_runs(
     tables without rows.
     """
     folder = Path(folder)
-    try:
-        found = {path for one in pattern.split() for path in folder.rglob(f"{one}/config.yaml")}
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}"
-        ) from None
-    paths = sorted(path.parent for path in found if path.with_name("provenance.json").is_file())
+    paths = sorted(
+        path.parent
+        for path in folder.rglob("config.yaml")
+        if path.with_name("provenance.json").is_file()
+        and any(path.parent.relative_to(folder).match(one) for one in pattern.split())
+    )
     if not paths:
         if required:
             files = "config.yaml, provenance.json and log.csv"

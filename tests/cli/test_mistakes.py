@@ -50,7 +50,7 @@ COMMANDS = {
     "atlas RUN --out OUT": r"aggregate\.npz",
     "atlas AGGREGATE --out OUT --labels TEXT": r"text\.jsonl, line 1",
     "atlas AGGREGATE --out RUN": "has other files",
-    "runs PLACE --pattern /tmp": "'/tmp'",
+    "runs PLACE --pattern tmp": "'tmp'",
     "runs PLACE --out TEXT": r"text\.jsonl",
     "evaluate RUN --out RUN/provenance.json": r"provenance\.json",
     "measure ffn --tokens 1,many": "--tokens.*'1,many'",
