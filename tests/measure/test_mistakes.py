@@ -31,8 +31,6 @@ MODEL = [
     ({"shapes": [], "layers": True}, "layers: "),
     ({"tuned": True}, "tuned: "),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
-    ({"checkpoint": ("x", measure.model(torch.float32), [1])}, "torch.float32"),
-    ({"checkpoint": ("x", measure.model(mlp_bias=True), [1])}, "biases"),
     ({"checkpoint": ("x", measure.model(hidden_size=40), [1])}, "hidden_size is 40"),
     ({"checkpoint": ("x", measure.model(), [1]), "shapes": [(1, 300)]}, "x is for 256 tokens"),
 ]

@@ -29,7 +29,6 @@ from twell.cli.common import (
     option,
     prepare_out,
     read_text,
-    say,
     split_config,
 )
 
@@ -277,7 +276,7 @@ def quality(
     sequences = trace.held_out(source, loaded, tokenizer, tokens, whole=source != "sotu")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     name = results.model_name(model)
-    measure.quality(name, loaded, sequences, source=Path(source).name, out=out, say=say)
+    measure.quality(name, loaded, sequences, source=Path(source).name, out=out)
 
 
 def serve(

@@ -90,8 +90,9 @@ def language_model(
         levels = [layer_means(profile, config.num_layers, mean) for mean in means]
         draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     else:
-        (size, model, _), profile, levels = checkpoint, "checkpoint", [None]
-        draw = _draw_from(*checkpoint, longest, gpu.device)
+        (size, model, text), profile, levels = checkpoint, "checkpoint", [None]
+        check_model(size, model.config, longest)
+        draw = functools.partial(batch_of, torch.as_tensor(text, device=gpu.device))
         model = model.to(gpu.device).requires_grad_(False).eval()
     subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
@@ -132,29 +133,11 @@ def language_model(
     return rows.by_file
 
 
-def _draw_from(
-    name: str,
-    model: SparseLlamaForCausalLM,
-    text: Sequence[int],
-    longest: int,
-    device: torch.device,
-) -> Draw:
-    """Return a function that cuts batches from a text. Raises ValueError for an unfit model."""
-    config, most = model.config, model.config.max_position_embeddings
-    check_model(name, config, longest)
-    in_bf16 = f"{name} is in {model.dtype}; load it in torch.bfloat16"
-    require(model.dtype == torch.bfloat16, in_bf16)
-    biases = f"{name} has feed-forward layers with biases, which are not measured"
-    require(not config.mlp_bias, biases)
-    require(longest <= most, f"{name} is for {most} tokens; {longest} were asked for")
-    tokens = torch.as_tensor(text, dtype=torch.int64, device=device)
-
-    def draw(batch: int, context: int) -> Tensor:
-        needed = f"{batch} x {context} need {batch * context}"
-        require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
-        return tokens[: batch * context].view(batch, context)
-
-    return draw
+def batch_of(tokens: Tensor, batch: int, context: int) -> Tensor:
+    """Cut a batch from a text."""
+    needed = f"{batch} x {context} need {batch * context}"
+    require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
+    return tokens[: batch * context].view(batch, context)
 
 
 def measure_forward(

@@ -187,8 +187,6 @@ class Subject:
 
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
     """Return the columns of a model."""
-    quantized = any(ffn.quantized for ffn in model.ffns)
-    require(not quantized, f"{name} has FP8 weights; measure the bf16 model with --fp8")
     config = model.config
     return {
         "model": name,
@@ -207,6 +205,8 @@ def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
     """Raise ValueError for a model that the kernels do not take."""
     unfit = f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
     require(config.hidden_act == "relu", unfit)
+    most = config.max_position_embeddings
+    require(context <= most, f"{name} is for {most} tokens; {context} were asked for")
     check_sizes([context], config.hidden_size, config.intermediate_size)
 
 
@@ -216,8 +216,8 @@ def random_model(
     """Return a model of `imposed.draw_weights` in bf16 for `context` tokens, and its sizes."""
     config = TrainConfig.load(size, overrides)
     sizes = config.model_config()
-    check_model(size, sizes, context)
     sizes.max_position_embeddings = context
+    check_model(size, sizes, context)
     with device:
         model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
     imposed.draw_weights(model.requires_grad_(False), config.seed)

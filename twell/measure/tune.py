@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +10,6 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from twell.measure.calibration import calibrate
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
 from twell.sparse.layer import SparseFFN
 from twell.sparse.plan import BLOCK, count_activity, sampled_blocks
@@ -19,7 +17,7 @@ from twell.sparse.plan import BLOCK, count_activity, sampled_blocks
 
 @torch.no_grad()
 def tune(
-    model: nn.Module, batch: Mapping[str, Any] | Tensor | None, *, measure: bool = False
+    model: nn.Module, batch: Mapping[str, Any] | Tensor | None
 ) -> pd.DataFrame | None:
     """Fix the paths of "auto" by the activity of a batch; print and return the table.
 
@@ -32,7 +30,6 @@ def tune(
         model: with SparseFFN layers, on the device where it will run.
         batch: keyword arguments of the model, or token ids [B, S]; 64 tokens or more are typical
             for reading, fewer for writing. None: count again, as before `tune`; returns None.
-        measure: also time the paths on this GPU, some minutes for each shape of layer.
 
     The table has a row a layer: mean `active` neurons of a token, mean `union` of a block, and by
     situation the paths with the most tokens of each. Raises ValueError for a model without
@@ -45,11 +42,6 @@ def tune(
         if hasattr(config, ACTIVITY):
             delattr(config, ACTIVITY)
         return None
-    if measure:
-        times = functools.cache(calibrate)
-        for ffn in ffns:
-            options = {"gated": ffn.gated, "quantized": ffn.quantized}
-            ffn.calibration = times(ffn.hidden_size, ffn.intermediate_size, **options)
     counted: dict[SparseFFN, list[int]] = {}
 
     def count(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
