@@ -311,35 +311,33 @@ def remove_unfinished(folder: str | Path) -> None:
             path.unlink()
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file where it has another form than ours."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, EOFError, lzma.LZMAError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is damaged, put back a copy of it: {error!r}") from None
+
+
 def load_provenance(folder: str | Path) -> dict:
     """Read a run's provenance. `starts` has an entry for each start, at least one.
 
     Raises ValueError naming the file when it cannot be read.
     """
     path = Path(folder) / "provenance.json"
-    try:
+    with reading(path):
         origin = json.loads(path.read_text(encoding="utf-8"))
         first = {field: origin[field] for field in PROVENANCE_FIELDS}
         # Older versions wrote no starts.
         starts = origin.get("starts") or [first | {"date": origin.get("date")}]
         return origin | {"starts": [dict(start) for start in starts]}
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, f"is no provenance of a run: {error!r}") from None
-
-
-def _damaged(path: Path, problem: str) -> ValueError:
-    return ValueError(f"{path} {problem}; put back a copy of it")
 
 
 def load_log(path: str | Path) -> pd.DataFrame:
     """Read one run's log. Raises ValueError when it is not such a file, naming it."""
-    try:
-        log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
-    except (ValueError, lzma.LZMAError, EOFError) as error:
-        raise _damaged(path, f"is not a run's log: {error}") from None
-    if (columns := list(log.columns)) != LOG_COLUMNS:
-        raise _damaged(path, f"has the columns {columns}; a run's log has {LOG_COLUMNS}")
-    return log
+    with reading(Path(path)):
+        return pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})[LOG_COLUMNS]
 
 
 def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
@@ -352,12 +350,8 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     files = path, folder / "provenance.json", log
     if missing := ", ".join(file.name for file in files if not file.is_file()):
         raise FileNotFoundError(f"{folder} is not a run: it has no {missing}")
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _damaged(path, f"is not YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise _damaged(path, "is no configuration: expected lines of the form key: value")
+    with reading(path):
+        config = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     origin = load_provenance(folder)
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
@@ -437,16 +431,11 @@ def load_evaluations(folder: str | Path) -> list[dict]:
     records = []
     for name in sorted({path.name.removesuffix(".xz") for path in paths}):
         path = kept(Path(folder) / name)
-        try:
+        with reading(path):
             data = path.read_bytes()
             record = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
-            fields = *EVALUATION_FIELDS, *PROVENANCE_FIELDS
-            missing = ", ".join(field for field in fields if not record.get(field))
-        except (ValueError, AttributeError, lzma.LZMAError):
-            missing = "form of one"
-        if missing:
-            raise ValueError(
-                f"{path} is not an evaluation, which `twell evaluate` writes: it has no {missing}"
-            )
+            missing = [f for f in (*EVALUATION_FIELDS, *PROVENANCE_FIELDS) if not record[f]]
+            if missing:
+                raise ValueError(f"no {', '.join(missing)}")
         records.append(record)
     return records

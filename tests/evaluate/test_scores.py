@@ -78,7 +78,7 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
 
 
 WRONG = [
-    ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard'"),
+    ({"tasks": "arc_hard", "data": "."}, "'arc_hard'"),
     ({"tasks": "piqa"}, "data of piqa"),
     ({"tasks": "piqa", "data": "nothing"}, "nothing"),
     ({"tasks": "piqa", "data": "two"}, r"piqa\*\.jsonl; .* several"),

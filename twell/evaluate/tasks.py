@@ -31,23 +31,17 @@ def load_tasks(
     names: list[str], model: str | Path, data: str | Path | None, text: str | None
 ) -> tuple[TaskManager, list, dict[str, Task]]:
     """Return the arguments of simple_evaluate, and every task by its name."""
-    if data is not None and not Path(data).is_dir():
-        raise FileNotFoundError(
-            f"{data} is no folder; --data is the folder with a file for each task"
-        )
     manager = TaskManager(
         include_path=[TASKS / "both", TASKS / ("hub" if data is None else "local")],
         include_defaults=data is None and not set(names) <= OF_OURS,  # 14,000 definitions: seconds
         # lm-eval passes these to custom data sets.
         metadata={"model": str(model), "data": data and str(data), "text": text},
     )
-    if unknown := [name for name in names if name not in manager.all_tasks]:
-        known = "lm-eval has no such task or group"
-        if data is not None:
-            known = f"with local data there are {', '.join(manager.all_tasks)}"
-        raise ValueError(f"unknown task {unknown[0]!r}: {known}")
     chosen, tasks = [], {}
     for name in names:
+        if name not in manager.all_tasks:
+            known = ", ".join(manager.all_tasks) if data else "those of lm-eval"
+            raise ValueError(f"unknown task {name!r}; there are {known}")
         try:
             loaded = manager.load(name)
         except Exception as error:
