@@ -110,12 +110,13 @@ class Trainer:
         with gpu.device:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)
-        self.draw(config.micro_batch)
+        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
+        self.tokens = draw(config.micro_batch, config.context)
+        # Each document predicts its own next tokens.
+        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
         self.autocast = functools.partial(torch.autocast, gpu.device.type, torch.bfloat16)
-        sample = config.vocab_size, 64, min(config.context, 128)
         with self.autocast():
-            tokens = imposed.draw_tokens(*sample, device=gpu.device, seed=1)
-            imposed.impose(self.model, means, tokens)
+            imposed.impose(self.model, means, draw(64, min(config.context, 128), seed=1))
             self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
         parameters = self.model.named_parameters()
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in parameters}
@@ -129,12 +130,6 @@ class Trainer:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
         SparseTraining(self.model).allow_recompiling()
-
-    def draw(self, sequences: int) -> None:
-        """Take a batch of `sequences` documents from now on; each predicts its own next tokens."""
-        size = self.config.vocab_size, sequences, self.config.context
-        self.tokens = imposed.draw_tokens(*size, device=self.gpu.device)
-        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
 
     def become(self, provider: Provider, learning_rate: float) -> None:
         """Take the first weights, a fresh optimiser, and the provider's backend and compilation."""
