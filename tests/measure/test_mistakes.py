@@ -20,7 +20,6 @@ LAYER = [
     ({"patterns": ["evn"]}, "'evn'"),
     ({"tokens": [4, 0]}, "tokens holds 0"),
     ({"hidden_size": 0}, "hidden_size is 0"),
-    ({"kernels": True}, "out"),
     ({"out": "."}, "ffn.csv has the columns"),
     ({"mode": "graph", "backward": True}, "'graph'"),
     ({"bias": True, "backward": True}, "biases"),

@@ -24,7 +24,6 @@ from twell.measure.providers import (
     COMPILED,
     DENSE_COMPILED,
     DENSE_EAGER,
-    DENSE_KERNELS,
     FP8,
     FP8_TENSOR,
     HYBRID,
@@ -67,7 +66,6 @@ def ffn(
     bias: bool = False,
     mode: str | None = None,
     energy: bool = False,
-    kernels: bool = False,
     auto: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
@@ -87,9 +85,8 @@ def ffn(
     plain = act == RELU and not bias
     require(plain or not backward, "backward passes are timed of ReLU without biases")
     require(not (auto and backward), "auto stands for forward passes; leave it out with backward")
-    require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
-    rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))
+    rows = Rows(out, "training" if backward else "ffn")
     with torch.set_grad_enabled(backward):
         for num_tokens in tokens:
             how = mode or ("stream" if backward else default_mode(num_tokens))
@@ -98,7 +95,7 @@ def ffn(
                 inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
                 case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
                 case.auto = auto
-                case.measure(rows, kernels)
+                case.measure(rows)
                 del case, inputs  # before the next ones are drawn
                 torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
@@ -215,7 +212,6 @@ class Case:
         number = 1 if mode == "stream" else self.weight_sets
         self.sets = [weights, *(permuted(weights, seed) for seed in range(1, number))]
         self.made: dict[Provider, list] = {}  # layers by provider
-        self.calls: dict[Provider, list[runner.Run]] = {}
 
     def __str__(self) -> str:
         c = self.columns
@@ -297,7 +293,7 @@ class Case:
         ours = provider not in (DENSE_EAGER, DENSE_COMPILED)
         if provider.compiled or (mode == "compiled" and ours):
             layers = [compiled(layer) for layer in layers]
-        calls = self.calls[provider] = [partial(layer, self.x) for layer in layers]
+        calls = [partial(layer, self.x) for layer in layers]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
         elif mode == "graph":
@@ -317,17 +313,12 @@ class Case:
         situation = EAGER if self.mode == "stream" else self.mode
         return self.made[provider][0].chooser.path(len(self.x), situation)
 
-    def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of ffn.csv and kernels.csv."""
-        results, parts = [], []
-        for provider, columns in bench(self, self.providers()).items():
-            row = self.columns | {"weight_sets": len(self.sets), "provider": provider.name}
-            row |= columns | {"path": self.path(provider)}
-            results.append(row)
-            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
-                parts += [row | one for one in runner.kernel_rows(self.gpu, self.calls[provider])]
-        rows.add("ffn", results)
-        rows.add("kernels", parts)
+    def measure(self, rows: Rows) -> None:
+        """Add the rows of ffn.csv."""
+        about = self.columns | {"weight_sets": len(self.sets)}
+        measured = bench(self, self.providers()).items()
+        own = ({"provider": one.name, "path": self.path(one)} | row for one, row in measured)
+        rows.add("ffn", [about | row for row in own])
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -363,16 +354,13 @@ class TrainingCase(Case):
         columns = {"worst": worst, "relative_rms": significant(error, 3)}
         return Call(step, columns, flush=self.mode == "stream")
 
-    def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of training.csv and training_kernels.csv."""
+    def measure(self, rows: Rows) -> None:
+        """Add the rows of training.csv."""
         for provider, columns in bench(self, self.providers(), "step").items():
             (step,) = self.made.pop(provider)
             row = self.columns | columns | step.memory(self.gpu)
             row |= {"provider": provider.name, "path": step.path, "capacity": step.capacity}
             rows.add("training", [row])
-            if kernels:
-                parts = runner.kernel_rows(self.gpu, [step])
-                rows.add("training_kernels", [row | kernel for kernel in parts])
 
 
 class Step:
