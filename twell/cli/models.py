@@ -277,7 +277,7 @@ def evaluate(
 
     from twell import evaluate, tables
 
-    record = evaluate.run(**options, say=say)
+    record = evaluate.run(**options)
     results.write_evaluation(out, record)
     columns = ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
     table = tables.evaluations([record])[columns]

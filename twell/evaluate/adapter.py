@@ -7,14 +7,8 @@ and is counted.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from lm_eval.api.instance import Instance
@@ -27,32 +21,12 @@ from twell.measure.quantized import Linears
 from twell.models import load_stock, read_json, resolve
 from twell.sparse.layer import SparseFFN
 from twell.trace import load_with_tokenizer
-from twell.trace.watch import Progress
 from twell.train.relufy import RELUFIABLE
 
 # "auto" starts here on a GPU; lm-eval halves it until it fits. Each trial runs five batches of the
 # longest request, which with 1024 would be as many tokens as the paper's seven tasks have.
 MAX_BATCH_SIZE = 256
 CPU_BATCH_SIZE = 8  # on two cores, 32 is several times slower
-
-
-@contextlib.contextmanager
-def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Suppress what lm-eval prints, and yield a `say` that still prints."""
-    stdout, stderr, logger = sys.stdout, sys.stderr, logging.getLogger("lm_eval")
-
-    def aloud(line: str) -> None:
-        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            if say is not None:
-                say(line)
-
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield aloud
-    finally:
-        logger.setLevel(level)
 
 
 def _is_original(model: str | Path) -> bool:
@@ -75,7 +49,6 @@ class LM(HFLM):
         device: torch.device,
         backend: str | None = None,
         dtype: str | None = None,
-        say: Callable[[str], None] | None = None,
     ):
         if batch_size == "auto" and device.type == "cpu":
             batch_size = CPU_BATCH_SIZE
@@ -111,16 +84,13 @@ class LM(HFLM):
         if in_fp8:
             Linears(loaded).become(Provider(self.ffn_backend, precision=FP8))
         loaded.config.use_cache = False  # nothing is generated from these passes
-        self.say, self.truncated = say, Counter()
+        self.truncated: Counter[str] = Counter()
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         self.asked_by = [request.task_name for request in requests]
-        progress = Progress(len(requests), "requests, longest first", self.say)
-        # lm-eval hands each answer to its cache.
-        self.set_cache_hook(SimpleNamespace(add_partial=lambda *answer: progress.add()))
-        return super().loglikelihood(requests, disable_tqdm=True)
+        return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
@@ -128,4 +98,4 @@ class LM(HFLM):
         if override_bs is None:  # windows of a rolling likelihood are never cut
             for name, (_, context, continuation) in zip(self.asked_by, requests, strict=True):
                 self.truncated[name] += len(context) + len(continuation) > self.max_length + 1
-        return super()._loglikelihood_tokens(requests, True, override_bs)
+        return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from lm_eval.utils import handle_non_serializable
 
 from twell import results
 from twell.config import TrainConfig
-from twell.evaluate.adapter import LM, quietly
+from twell.evaluate.adapter import LM
 from twell.evaluate.tasks import load_tasks, task_facts, task_names
 from twell.models import num_weights, resolve
 
@@ -34,7 +35,6 @@ def run(
     backend: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> dict:
     """Evaluate a model on tasks and return lm-eval's results, with where they came from (Table 6).
 
@@ -42,7 +42,7 @@ def run(
     paper's seven, and CommonsenseQA as cloze beside them), "held_out_continuation", or any task or
     group of lm-eval. data: a folder with a file of {"query", "choices", "gold"} a line for each
     task, in place of the hub's data sets. text: for held_out_continuation, see `held_out_texts`.
-    The other arguments are lm-eval's and `twell.load`'s. say: gets lines about the progress.
+    The other arguments are lm-eval's and `twell.load`'s.
 
     Returns a dict for `results.write_evaluation`; data/README.md lists its fields. Raises
     ValueError or FileNotFoundError for a wrong argument, for a file that is missing or malformed,
@@ -51,21 +51,15 @@ def run(
     start = time.perf_counter()
     names = task_names(tasks)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    with quietly(say) as say:
-        manager, chosen, loaded = load_tasks(names, model, data, text)
-        lm = LM(model, batch_size, backend=backend, dtype=dtype, device=where, say=say)
-        facts = {name: task_facts(task, limit) for name, task in loaded.items()}
-        for name, fact in facts.items():
-            say(f"{name}: {fact['items']:,} items, {fact['data']}")
-        options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": True}
-        options |= {"batch_size": lm.batch_size_per_gpu, "device": str(where)}
-        scores = simple_evaluate(lm, tasks=chosen, task_manager=manager, **options)
-        for name, cut in (+lm.truncated).items():
-            facts[name]["truncated"] = cut
-            context = f"the context of {lm.max_length} tokens"
-            say(f"{name}: {cut:,} requests were longer than {context} and lost their beginning")
-        for name, samples in scores.pop("samples").items():
-            facts[name] |= _correct(samples)
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager, chosen, loaded = load_tasks(names, model, data, text)
+    lm = LM(model, batch_size, backend=backend, dtype=dtype, device=where)
+    facts = {name: task_facts(task, limit) for name, task in loaded.items()}
+    options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": True}
+    options |= {"batch_size": lm.batch_size_per_gpu, "device": str(where)}
+    scores = simple_evaluate(lm, tasks=chosen, task_manager=manager, **options)
+    for name, samples in scores.pop("samples").items():
+        facts[name] |= _correct(samples) | {"truncated": lm.truncated[name]}
     return _record(model, lm, facts, _plain(scores), start)
 
 

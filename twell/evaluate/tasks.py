@@ -67,7 +67,7 @@ def task_facts(task: Task, limit: int | None) -> dict:
     data = f"hub: {task.DATASET_PATH} {task.DATASET_NAME or ''}".strip()
     if task.config.custom_dataset:
         data = docs.info.description
-    return {"items": items, "chance": chance, "data": data, "truncated": 0}
+    return {"items": items, "chance": chance, "data": data}
 
 
 def local_docs(
