@@ -7,7 +7,6 @@ attention's linear layers.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twell.measure.check import hooked
 from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
 from twell.measure.quantized import Linears
 from twell.measure.rows import Rows, require, significant
@@ -87,15 +87,13 @@ def _run(
     losses: list[np.ndarray] = []
     active = torch.zeros((), dtype=torch.int64, device=model.device)
 
-    def count(ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+    def count(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
         active.add_((ffn.activations(inputs[0])[0] != 0).sum())
 
     def end(logprob: Tensor) -> None:
         losses.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
 
-    with contextlib.ExitStack() as hooks:
-        for ffn in model.ffns:
-            hooks.callback(ffn.register_forward_hook(count).remove)
+    with hooked(model.ffns, count):
         score(model, sequences, batch, end)
     tokens = sum(map(len, sequences))
     return np.concatenate(losses), float(active) / tokens / len(model.ffns)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor, nn
 
+from twell.measure.check import hooked
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
 from twell.sparse.layer import SparseFFN
 from twell.sparse.plan import BLOCK, count_activity, sampled_blocks
@@ -44,18 +44,18 @@ def tune(
         return None
     counted: dict[SparseFFN, list[int]] = {}
 
-    def count(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+    def count(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
         rows = inputs[0].reshape(-1, ffn.hidden_size)
         counters = torch.zeros(4, dtype=torch.int64, device=rows.device)
         count_activity(sampled_blocks(rows), lambda x: ffn.act.gate(ffn.first(x)), counters)
         counted[ffn] = [*counters.tolist(), min(len(rows), BLOCK)]
 
     training = model.training
-    with ExitStack() as hooks:
-        hooks.callback(model.train, training)
-        for ffn in ffns:
-            hooks.callback(ffn.register_forward_pre_hook(count).remove)
-        model.eval()(**(batch if isinstance(batch, Mapping) else {"input_ids": batch}))
+    try:
+        with hooked(ffns, count, before=True):
+            model.eval()(**(batch if isinstance(batch, Mapping) else {"input_ids": batch}))
+    finally:
+        model.train(training)
     if idle := len(ffns) - len(counted):
         raise ValueError(f"{idle} of {len(ffns)} layers did not run on this batch; give another")
     activity, rows = [], []
