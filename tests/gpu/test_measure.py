@@ -106,9 +106,10 @@ def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
     monkeypatch.setattr(Chooser, "path", noting)
     small = functools.partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=512)
     monkeypatch.setattr(serving, "ContinuousBatchingConfig", small)
-    load = {"requests": 8, "prompts": (16, 200), "new_tokens": 8, "cuda_graph": True}
+    for name, value in {"REQUESTS": 8, "SHORTEST": 16, "LONGEST": 200, "NEW_TOKENS": 8}.items():
+        monkeypatch.setattr(serving, name, value)
     sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
-    rows = serving.serve("2b", sizes, **load, active=24)
+    rows = serving.serve("2b", sizes, cuda_graph=True, active=24)
     assert [row["rounds"] for row in rows] == [2, 2, 2]
     assert {situation for situation, *_ in captured} == {"graph"}
     assert ("graph", True, "decode") in captured

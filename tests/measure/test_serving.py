@@ -12,8 +12,14 @@ from twell.__main__ import main
 from twell.measure import serve
 from twell.measure import serving as module
 
-LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
+LOAD = {"REQUESTS": 3, "SHORTEST": 4, "LONGEST": 40, "NEW_TOKENS": 5}
 SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def small_load(monkeypatch):
+    for name, value in LOAD.items():
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
@@ -36,7 +42,7 @@ def answers(dense_kernels, monkeypatch):
 
 
 def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
-    command = ["measure", "serve", "2b", *TINY, *LOAD, "--out", str(tmp_path)]
+    command = ["measure", "serve", "2b", *TINY, "--active", "9", "--out", str(tmp_path)]
     assert main(command) == 0
     rows = pd.read_csv(tmp_path / "serve.csv").set_index("provider")
     assert list(rows.index) == ["dense eager", "triton", "auto"]
@@ -59,6 +65,6 @@ def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
 def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
     monkeypatch.setattr(module, "ContinuousBatchingConfig", small)
-    rows = serve("2b", TINY, requests=3, prompts=(4, 40), new_tokens=5, active=9)
+    rows = serve("2b", TINY, active=9)
     assert min(row["requests_per_second"] for row in rows) > 0
     assert all(0 < row["first_token"] <= row["p50"] for row in rows)

@@ -36,25 +36,22 @@ LAYER, RANDOM = "Layer", "Random weights"
 MOST_TOKENS = 2**21  # of a text
 
 
-def separated(kind: Callable, separator: str = ",", example: str = "1,16,256") -> Callable:
-    """Return a parser of values with a separator between them."""
+def separated(kind: Callable) -> Callable:
+    """Return a parser of values with commas; "none" has no values."""
 
     def parse(text: str) -> list:
         try:
-            return [kind(part) for part in text.split(separator)]
+            return [kind(part) for part in text.split(",")] if text != "none" else []
         except ValueError:
-            raise typer.BadParameter(f"{text!r}; write {example}") from None
+            raise typer.BadParameter(f"{text!r}; write values such as 1,16 or 64x2048") from None
 
     return parse
 
 
-def shapes_of(text: str) -> list[tuple[int, ...]]:
-    """Parse --batches: sequences x tokens of each, or none."""
-    pair = lambda part: tuple(separated(int, "x", "64x2048,1x128")(part))  # noqa: E731
-    shapes = [pair(part) for part in text.split(",")] if text != "none" else []
-    if any(len(shape) != 2 for shape in shapes):
-        raise typer.BadParameter(f"{text!r}; write 64x2048,1x128")
-    return shapes
+def shape(text: str) -> tuple[int, int]:
+    """Read a batch: sequences x tokens of each."""
+    sequences, tokens = text.split("x")
+    return int(sequences), int(tokens)
 
 
 Out = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
@@ -145,7 +142,7 @@ def model(
         bool, flag("--alike", "Then random weights too, with the same activity imposed.", INPUT)
     ] = False,
     shapes: Annotated[
-        str, option("Sequences x tokens of each, or none.", name="--batches", parser=shapes_of)
+        str, option("Sequences x tokens of each, or none.", name="--batches", parser=separated(shape))
     ] = "64x2048,16x2048,1x2048",
     profile: Spread = "paper",
     active: Annotated[str | None, option(ACTIVE, RANDOM, parser=separated(float))] = None,
@@ -280,16 +277,6 @@ def quality(
 def serve(
     size: Config = "2b",
     overrides: Overrides = None,
-    requests: Annotated[int, option("Requests that arrive at once.")] = 64,
-    prompts: Annotated[
-        str,
-        option(
-            "Tokens of the shortest and the longest prompt.",
-            metavar="A-B",
-            parser=separated(int, "-", "two numbers, such as 128-1024"),
-        ),
-    ] = "128-1024",
-    new_tokens: Annotated[int, option("Tokens that each request gets.")] = 128,
     cuda_graph: Annotated[bool, flag("--cuda-graph", "Decode in CUDA graphs.")] = False,
     active: Annotated[float | None, option(ACTIVE)] = None,
     profile: Spread = "paper",
@@ -313,6 +300,6 @@ COMMANDS = {
     model: "model 2b --batches 64x2048 --energy --decode 1,32",
     calibrate: "calibrate data/checkpoints/twell-6m --out build/calibration.json",
     quality: "quality data/checkpoints/twell-6m --source sotu --tokens 65536",
-    serve: "serve 2b --requests 64 --prompts 128-1024 --new-tokens 128",
+    serve: "serve 2b --cuda-graph",
 }
 add(app, COMMANDS)

@@ -20,10 +20,12 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from twell.measure import check, imposed, runner
 from twell.measure.patterns import layer_means
 from twell.measure.providers import Provider, model_providers
-from twell.measure.rows import Rows, require, significant
+from twell.measure.rows import Rows, significant
 from twell.measure.sides import Subject, forward, random_model
 
-SEED = 0
+REQUESTS, SEED = 64, 0
+SHORTEST, LONGEST = 128, 1024  # tokens of a prompt; lengths are evenly drawn
+NEW_TOKENS = 128
 
 
 @torch.no_grad()
@@ -31,9 +33,6 @@ def serve(
     size: str = "2b",
     overrides: Sequence[str] = (),
     *,
-    requests: int = 64,
-    prompts: tuple[int, int] = (128, 1024),
-    new_tokens: int = 128,
     cuda_graph: bool = False,
     profile: str = "paper",
     active: float | None = None,
@@ -41,31 +40,28 @@ def serve(
 ) -> list[dict]:
     """Time serving with a model in bf16, dense, sparse and by "auto": `twell measure serve`.
 
-    prompts: the smallest and the largest length; lengths are evenly drawn. Returns the rows of
-    serve.csv. Raises as `ffn` does, and RuntimeError where transformers does not finish a request.
+    Returns the rows of serve.csv. Raises as `ffn` does, and RuntimeError where transformers does
+    not finish a request.
     """
     gpu, rows = runner.Gpu(), Rows(out, "serve")
-    shortest, longest = prompts
-    counts = f"{requests} requests, prompts of {shortest} to {longest} tokens, {new_tokens} new"
-    require(min(requests, shortest, new_tokens) >= 1 and shortest <= longest, f"{counts}: too few")
-    model, config = random_model(size, overrides, longest + new_tokens, gpu.device)
+    model, config = random_model(size, overrides, LONGEST + NEW_TOKENS, gpu.device)
     draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     mean = imposed.mean_of(size, active)
     imposed.impose(model, layer_means(profile, config.num_layers, mean), draw(64, 128, seed=1))
     g = torch.Generator().manual_seed(SEED)
-    lengths = torch.randint(shortest, longest + 1, (requests,), generator=g)
-    tokens = imposed.draw_tokens(config.vocab_size, requests, longest, seed=SEED)
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (REQUESTS,), generator=g)
+    tokens = imposed.draw_tokens(config.vocab_size, REQUESTS, LONGEST, seed=SEED)
     texts = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
     subject = Subject(size, model, profile, gpu)
-    case = Serving(subject, draw(1, longest), texts, new_tokens, cuda_graph)
-    about = case.columns | {"requests": requests, "new_tokens": new_tokens, "seed": SEED}
-    about |= {"shortest": shortest, "longest": longest, "prompt_tokens": int(lengths.sum())}
+    case = Serving(subject, draw(1, LONGEST), texts, cuda_graph)
+    about = case.columns | {"requests": REQUESTS, "new_tokens": NEW_TOKENS, "seed": SEED}
+    about |= {"shortest": SHORTEST, "longest": LONGEST, "prompt_tokens": int(lengths.sum())}
     about |= {"cuda_graph": cuda_graph, "attention": "default"}
     for provider, columns in runner.bench(case, model_providers(False), "serving").items():
         first = np.quantile(case.first_tokens[provider], (0.5, 0.95))
-        speed = 1e3 * requests / columns["p50"]
+        speed = 1e3 * REQUESTS / columns["p50"]
         numbers = dict(zip(("first_token", "first_token_p95"), first, strict=True))
-        numbers |= {"requests_per_second": speed, "tokens_per_second": new_tokens * speed}
+        numbers |= {"requests_per_second": speed, "tokens_per_second": NEW_TOKENS * speed}
         numbers = {name: significant(number, 5) for name, number in numbers.items()}
         rounds = runner.TURNS["serving"].rounds
         rows.add("serve", [about | columns | numbers | {"provider": provider.name, "rounds": rounds}])
@@ -76,15 +72,10 @@ class Serving:
     """A model that serves the same requests by one provider and then by another, for `bench`."""
 
     def __init__(
-        self,
-        subject: Subject,
-        ids: torch.Tensor,
-        prompts: list[list[int]],
-        new_tokens: int,
-        cuda_graph: bool,
+        self, subject: Subject, ids: torch.Tensor, prompts: list[list[int]], cuda_graph: bool
     ):
         self.subject, self.gpu, self.ids = subject, subject.gpu, ids
-        self.prompts, self.new_tokens, self.cuda_graph = prompts, new_tokens, cuda_graph
+        self.prompts, self.cuda_graph = prompts, cuda_graph
         activity = imposed.activity_of(subject.model, ids)
         subject.observe(activity, ids.numel())
         self.columns = subject.case(ids, activity)
@@ -108,7 +99,7 @@ class Serving:
             model.generate_batch,
             self.prompts,
             generation_config=GenerationConfig(
-                max_new_tokens=self.new_tokens, do_sample=False, eos_token_id=-1
+                max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1
             ),
             # Without sharing: the second pass would find the prompts of the first in the cache.
             continuous_batching_config=ContinuousBatchingConfig(
@@ -125,7 +116,7 @@ class Serving:
             if self.cuda_graph:  # they belong to the present provider
                 model.destroy_cached_continuous_batching_manager()
         lengths = [len(answer.generated_tokens) for answer in answers]
-        if lengths != [self.new_tokens] * len(self.prompts):
+        if lengths != [NEW_TOKENS] * len(self.prompts):
             errors = "; ".join({str(answer.error) for answer in answers})
             raise RuntimeError(f"transformers answered with {lengths} tokens: {errors}")
         start = min(answer.created_time for answer in answers)
