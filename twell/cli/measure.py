@@ -93,7 +93,7 @@ def ffn(
     mode: Annotated[
         Literal["stream", "graph", "eager", "compiled"] | None,
         option(
-            "stream: single calls, cache emptied between; graph: a CUDA graph of 8 sets of weights; "
+            "stream: single calls, cache emptied between; graph: a CUDA graph of 8 weight sets; "
             "eager, compiled: these calls back to back; default: graph up to 4096 tokens. With "
             "--backward stream, the default, or eager."
         ),
@@ -142,7 +142,7 @@ def model(
         bool, flag("--alike", "Then random weights too, with the same activity imposed.", INPUT)
     ] = False,
     shapes: Annotated[
-        str, option("Sequences x tokens of each, or none.", name="--batches", parser=separated(shape))
+        str, option("Sequences x tokens, or none.", name="--batches", parser=separated(shape))
     ] = "64x2048,16x2048,1x2048",
     profile: Spread = "paper",
     active: Annotated[str | None, option(ACTIVE, RANDOM, parser=separated(float))] = None,
@@ -293,7 +293,7 @@ def serve(
     measure.serve(**options)
 
 
-app = group("Time layers and models on this GPU. A result is checked before it is timed.", "measure")
+app = group("Time layers and models on this GPU. Results are checked before.", "measure")
 COMMANDS = {
     ffn: "ffn --tokens 131072,16384 --active 29",
     train_step: "train-step 1.5b micro_batch=16 --spread paper",

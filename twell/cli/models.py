@@ -207,7 +207,7 @@ def atlas(
     aggregate: Statistics = None,
     labels: Annotated[
         Path | None,
-        option("Notes, lines of LAYER:NEURON TEXT; default: the model's notes.txt.", metavar="FILE"),
+        option("Notes: lines of LAYER:NEURON TEXT; default: notes.txt beside.", metavar="FILE"),
     ] = None,
     out: Annotated[Path | None, folder("build/atlas/MODEL")] = None,
 ) -> None:

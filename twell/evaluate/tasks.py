@@ -76,7 +76,7 @@ def local_docs(
     """Read a task's items from the one file in the folder `data` that fits `file`, for lm-eval.
 
     Each line is {"query": text, "choices": [text, ...], "gold": index of the right one}, with
-    `num_choices` choices and a `blank` in its query. Raises ValueError, by file and line, for others.
+    `num_choices` choices and a `blank` in its query. Raises ValueError, by file and line.
     """
     paths = sorted(Path(data).glob(file))
     if len(paths) != 1:

@@ -72,8 +72,8 @@ def ffn(
     """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
     patterns: names of PATTERNS. mode: one of MODES (`runner`); default: graph up to 4,096 tokens,
-    else and in training stream. Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
-    wrong result, RuntimeError without a GPU. Ours.
+    else and in training stream. Returns the rows. Raises ValueError for unfit arguments,
+    ArithmeticError for a wrong result, RuntimeError without a GPU. Ours.
     """
     tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
     act = get_activation(activation, gated=gated, sparse=True)

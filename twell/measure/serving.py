@@ -64,7 +64,8 @@ def serve(
         numbers |= {"requests_per_second": speed, "tokens_per_second": NEW_TOKENS * speed}
         numbers = {name: significant(number, 5) for name, number in numbers.items()}
         rounds = runner.TURNS["serving"].rounds
-        rows.add("serve", [about | columns | numbers | {"provider": provider.name, "rounds": rounds}])
+        numbers |= {"provider": provider.name, "rounds": rounds}
+        rows.add("serve", [about | columns | numbers])
     return rows.by_file["serve"]
 
 
@@ -84,8 +85,8 @@ class Serving:
     def prepare(self, provider: Provider) -> runner.Call:
         subject, model = self.subject, self.subject.model
         subject.become(provider)
-        once, what = functools.partial(forward, model, self.ids), f"{provider} of {self.columns['model']}"
-        error = check.check_layers(model.ffns, once, what)
+        once = functools.partial(forward, model, self.ids)
+        error = check.check_layers(model.ffns, once, f"{provider} of {self.columns['model']}")
         self.answer(provider)  # warms up
         self.first_tokens[provider].clear()
         columns = {"layer_rms": significant(error, 3)}
