@@ -10,7 +10,7 @@ from tests.factories import measure
 from tests.factories.measure import TINY, K, N
 from twell.__main__ import main
 from twell.measure import layer, trainer
-from twell.measure.calibration import calibrate, crossover
+from twell.measure.calibration import crossover
 from twell.measure.layer import ffn
 from twell.measure.model import language_model
 from twell.measure.trainer import train_step
@@ -27,8 +27,7 @@ LAYER = [
 MODEL = [
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
-    ({"shapes": [], "layers": True}, "layers: "),
-    ({"tuned": True}, "tuned: "),
+    ({"shapes": [], "alike": True}, "alike: "),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
     ({"checkpoint": ("x", measure.model(hidden_size=40), [1])}, "hidden_size is 40"),
     ({"checkpoint": ("x", measure.model(), [1]), "shapes": [(1, 300)]}, "x is for 256 tokens"),
@@ -38,7 +37,6 @@ SMALL = {"size": "quick", "overrides": [*TINY, "precision=bf16"]}
 CASES = [(ffn, {"tokens": [4]} | options, words) for options, words in LAYER]
 CASES += [(train_step, SMALL | {"profile": "hump"}, "'hump'")]
 CASES += [(language_model, GIVEN | options, words) for options, words in MODEL]
-CASES += [(calibrate, {"out": out}, "cannot be written") for out in ("none/c.json", ".")]
 CASES += [(crossover, {"hidden_size": K, "intermediate_size": N, "tokens": 0}, "tokens holds 0")]
 
 

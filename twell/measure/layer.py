@@ -84,7 +84,6 @@ def ffn(
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
     require(plain or not backward, "backward passes are timed of ReLU without biases")
-    require(not (auto and backward), "auto stands for forward passes; leave it out with backward")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
     rows = Rows(out, "training" if backward else "ffn")
     with torch.set_grad_enabled(backward):

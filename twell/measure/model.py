@@ -75,11 +75,7 @@ def language_model(
     decode = decode or ()
     least = min([*itertools.chain(*shapes), *decode, decode_context])
     require(least >= 1, f"batches and documents hold {least}; it has to be at least 1")
-    for name, first in {"layers": layers, "alike": alike}.items():
-        unfit = f"{name}: measured on the first of the batches, and there is none"
-        require(bool(shapes) or not first, unfit)
-    unfit = "tuned: decoding is timed so with compiled layers; say how many documents to decode"
-    require(not tuned or bool(decode and compiled is not False), unfit)
+    require(bool(shapes) or not alike, "alike: the first of the batches is imposed; there is none")
     reason = float8.why_not(gpu.device) if fp8 else None
     require(reason is None, f"FP8 cannot be measured here: {reason}")
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
