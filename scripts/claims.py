@@ -1,15 +1,14 @@
 """Write the numbers of `study.paper` into docs/claims.md and README: python scripts/claims.py"""
 
 import textwrap
-from collections.abc import Iterable
-from pathlib import Path
 
 import pandas as pd
 
 from study import paper
-from twell import results
+from twell import results, tables
 
-BEGIN, END = "<!-- claims: python scripts/claims.py -->", "<!-- end of claims -->"
+BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
+HEAD = "claim", "paper", "ours", "interval", "seeds", "verdict"
 
 
 def counts(table: pd.DataFrame) -> str:
@@ -30,7 +29,7 @@ def claims_page(table: pd.DataFrame, subjects: dict[str, dict]) -> str:
         cells.insert(1, "paper", printed)
         shown = cells.replace(r"[\\|]", r"\\\g<0>", regex=True).itertuples(index=False)
         parts += [f"## {about['title']}", _wrap(about["conditions"])]
-        parts.append(markdown("claim | paper | ours | interval | seeds: | verdict", shown))
+        parts.append(tables.markdown([HEAD, *shown], left=(0, 1, 2, 3, 5)))
         notes = [_wrap(f"- *{row.claim}*: {row.note}.") for row in rows.itertuples() if row.note]
         if notes:
             parts += ["Notes:", "\n".join(notes)]
@@ -55,35 +54,19 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
         ours = joined.format(*(some["ours"] + " " + some["interval"]).str.strip())
         printed = "–" if (some["paper"] == "–").all() else joined.format(*some["paper"])
         rows.append((line["what"], line["conditions"].format(note), printed, ours))
-    shown = markdown(" | conditions | paper (H100) | ours (H200)", rows)
+    names = "", "conditions", "paper (H100)", "ours (H200)"
+    shown = tables.markdown([names, *rows], left=range(4))
     return f"{shown}\n\n{counts(table)} ([each one](docs/claims.md))."
-
-
-def markdown(columns: str, rows: Iterable[Iterable[object]]) -> str:
-    """Return a table; columns: names between bars, a colon behind those of numbers."""
-    names = [name.strip() for name in columns.split("|")]
-    rule = "|".join("---:" if name.endswith(":") else "---" for name in names)
-    lines = [" | ".join(map(str, row)) for row in ([name.rstrip(":") for name in names], *rows)]
-    head, *rest = (f"| {line} |" for line in lines)
-    return "\n".join([head, f"|{rule}|", *rest])
-
-
-def write(page: Path, content: str) -> None:
-    """Write a table between the two marker lines of a page, which it has to have."""
-    text = page.read_text(encoding="utf-8")
-    head, begin, rest = text.partition(f"{BEGIN}\n")
-    _, end, tail = rest.partition(f"{END}\n")
-    if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN!r} and {END!r}; put them around the table")
-    results.write_atomically(page, f"{head}{begin}\n{content}\n\n{end}{tail}")
 
 
 def main() -> None:
     root = results.root()
     data = paper.Recorded(root)
     table = paper.table(data)
-    write(root / "docs" / "claims.md", claims_page(table, data.subjects))
-    write(root / "README.md", summary(table, data.readme))
+    pages = {"docs/claims.md": claims_page(table, data.subjects)}
+    pages["README.md"] = summary(table, data.readme)
+    for page, content in pages.items():
+        results.write_between(root / page, BEGIN, END, f"\n{content}\n\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Reduce a trained run to small files: python -m study.keep RUN --tasks FOLDER --out DIR
 
 DIR/runs/NAME gets configuration, provenance and log, DIR/traces/NAME.csv the activity by layer and
-position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted, unless
---weights is given. Of a run of `twell relufy` the original answers too, once. FOLDER has some of
+position, DIR/eval/NAME.csv.xz the answer to every item. Then the weights are deleted.
+Of a run of `twell relufy` the original answers too, once. FOLDER has some of
 the paper's seven tasks as .jsonl; without it all items are of held-out text.
 """
 
@@ -152,7 +152,6 @@ def main() -> None:
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--tasks", type=Path, help="folder of the seven tasks as .jsonl")
     parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
-    parser.add_argument("--weights", action="store_true", help="leave the weights where they are")
     given = parser.parse_args()
     given.run = given.run.resolve()
     if (given.out / "runs" / given.run.name / "log.csv.xz").exists():
@@ -188,10 +187,8 @@ def main() -> None:
         if not (given.out / "eval" / f"{name}.csv.xz").exists():
             answer(load_stock(teacher, torch.float32).to(device).eval(), name)
     keep_run(given.run, given.out, command)
-    if not given.weights:
-        shutil.rmtree(given.run / "model")
-    end = "stay" if given.weights else "are deleted"
-    print(f"{given.run.name}: {number:,} answers; the weights {end}", flush=True)
+    shutil.rmtree(given.run / "model")
+    print(f"{given.run.name}: {number:,} answers; the weights are deleted", flush=True)
 
 
 if __name__ == "__main__":

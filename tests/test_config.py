@@ -57,12 +57,9 @@ source='' | source is ''
 balance_every=5 gated=false activation=silu | balance_every is 5; .* silu
 active_share=0.1 l1_coefficient=0 | active_share is 0.1, and l1_coefficient 0
 active_share=0.1 l1_coefficient=0 threshold=1 compile=true backend=auto | 'auto'
-sampled_share=0.5 | sampled_share is 0.5
 source=hf:a valid_source=b | valid_source is b
 batch_tokens=1000 | batch_tokens 1000 .* context 128
 num_heads=3 | hidden_size 128 .* num_heads 3
-valid_tokens=127 | valid_tokens 127
-tokens=128 batch_tokens=128 | warmup_steps is 30
 l1_coefficient=1 l1_zero_steps=480 | l1_zero_steps is 480
 """
 

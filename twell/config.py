@@ -115,20 +115,13 @@ class TrainConfig:
             value, part = getattr(self, name), getattr(self, divisor)
             if value % part:
                 yield f"{name} {value} is no multiple of {divisor} {part}"
-        if self.valid_tokens < self.context:
-            yield f"valid_tokens {self.valid_tokens} are fewer than one context of {self.context}"
         if self.source.startswith("hf:") and self.valid_source is not None:
             yield f"valid_source is {self.valid_source}; a stream holds out its first documents"
-        for name in _OF_STUDENTS if self.teacher is None else ():
-            if value := getattr(self, name):
-                yield f"{name} is {value!r}; only `twell relufy` has a teacher, which it needs"
         if 0 < self.fit_tokens < (least := FIT_NEEDS * self.intermediate_size):
             yield f"fit_tokens is {self.fit_tokens}; fewer than {least} may do harm; 0 is no fit"
         act = f"{self.activation} above {self.threshold}" if self.threshold else self.activation
         if self.balance_every and not self.gated and act != "relu":
             yield f"balance_every is {self.balance_every}; without a gate it needs relu, not {act}"
-        if self.steps == 1 and self.warmup_steps:
-            yield f"warmup_steps is {self.warmup_steps}, and the one step of the run has a rate of 0"
         if self.l1_coefficient and self.l1_zero_steps >= self.steps:
             yield f"l1_zero_steps is {self.l1_zero_steps}, and the run has {self.steps} steps"
         if self.active_share:
@@ -158,22 +151,6 @@ class TrainConfig:
     def steering_steps(self) -> int:
         """Steps between changes of the coefficient or threshold that steers activity."""
         return self.l1_stage_steps if self.l1_coefficient else self.log_every
-
-    def remarks(self) -> list[str]:
-        """Return a line for each schedule that the run does not finish, or that never acts."""
-        steps, tokens, stage = self.steps, self.steps * self.batch_tokens, self.steering_steps
-        first = self.l1_zero_steps + self.l1_warmup_steps  # steering begins after this step
-        idle = {
-            "active_share": self.active_share and (steps - 1) // stage <= first // stage,
-            "reinit": self.reinit and tokens < self.dead_window_tokens,
-            "balance_every": self.balance_every > steps,
-        }
-        lines = [f"{name} {getattr(self, name)} never acts" for name in idle if idle[name]]
-        if self.warmup_steps >= steps:
-            lines.append(f"warmup_steps {self.warmup_steps} are not over at the end")
-        if self.l1_coefficient and l1_schedule(steps, self.l1_zero_steps, self.l1_warmup_steps) < 1:
-            lines.append(f"l1_warmup_steps {self.l1_warmup_steps} are not over at the end")
-        return [f"{line}: the run has {steps} steps and {tokens} tokens" for line in lines]
 
     @classmethod
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -304,7 +281,6 @@ def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
 
 _TYPES = typing.get_type_hints(TrainConfig)
 FIT_NEEDS = 4  # tokens for each neuron
-_OF_STUDENTS = ("fit_tokens", "hidden_weight", "sampled_chat", "sampled_share", "samples")
 _DIVISORS = {"batch_tokens": "context", "checkpoint_every": "log_every"}
 _POSITIVE = (
     "vocab_size context hidden_size intermediate_size num_layers num_heads tokens batch_tokens "

@@ -225,6 +225,15 @@ def write_atomically(path: str | Path, data: str | bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def write_between(path: Path, begin: str, end: str, text: str) -> None:
+    """Replace the text between two marks of a page. Raises ValueError where it lacks them."""
+    before, first, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, last, after = rest.partition(end)
+    if not last:
+        raise ValueError(f"{path} has no place for this table: two lines, {begin} and {end}")
+    write_atomically(path, before + first + text + last + after)
+
+
 def kept(path: str | Path) -> Path:
     """Return the file, or its compressed form NAME.xz where only that exists."""
     path = Path(path)
@@ -302,35 +311,33 @@ def remove_unfinished(folder: str | Path) -> None:
             path.unlink()
 
 
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Name the file where it has another form than ours."""
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, EOFError, lzma.LZMAError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is damaged, put back a copy of it: {error!r}") from None
+
+
 def load_provenance(folder: str | Path) -> dict:
     """Read a run's provenance. `starts` has an entry for each start, at least one.
 
     Raises ValueError naming the file when it cannot be read.
     """
     path = Path(folder) / "provenance.json"
-    try:
+    with reading(path):
         origin = json.loads(path.read_text(encoding="utf-8"))
         first = {field: origin[field] for field in PROVENANCE_FIELDS}
         # Older versions wrote no starts.
         starts = origin.get("starts") or [first | {"date": origin.get("date")}]
         return origin | {"starts": [dict(start) for start in starts]}
-    except (ValueError, TypeError, KeyError) as error:
-        raise _damaged(path, f"is no provenance of a run: {error!r}") from None
-
-
-def _damaged(path: Path, problem: str) -> ValueError:
-    return ValueError(f"{path} {problem}; put back a copy of it")
 
 
 def load_log(path: str | Path) -> pd.DataFrame:
     """Read one run's log. Raises ValueError when it is not such a file, naming it."""
-    try:
-        log = pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})
-    except (ValueError, lzma.LZMAError, EOFError) as error:
-        raise _damaged(path, f"is not a run's log: {error}") from None
-    if (columns := list(log.columns)) != LOG_COLUMNS:
-        raise _damaged(path, f"has the columns {columns}; a run's log has {LOG_COLUMNS}")
-    return log
+    with reading(Path(path)):
+        return pd.read_csv(path, dtype={"layer": "Int64", "value": "float64"})[LOG_COLUMNS]
 
 
 def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
@@ -343,12 +350,8 @@ def load_run(folder: str | Path) -> tuple[dict, pd.DataFrame]:
     files = path, folder / "provenance.json", log
     if missing := ", ".join(file.name for file in files if not file.is_file()):
         raise FileNotFoundError(f"{folder} is not a run: it has no {missing}")
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _damaged(path, f"is not YAML: {error}") from None
-    if not isinstance(config, dict):
-        raise _damaged(path, "is no configuration: expected lines of the form key: value")
+    with reading(path):
+        config = dict(yaml.safe_load(path.read_text(encoding="utf-8")))
     origin = load_provenance(folder)
     row = {"run": folder.name, "path": str(folder), "complete": origin.get("complete", False)}
     row |= config | {field: origin.get(field) for field in (*PROVENANCE_FIELDS, "parameters")}
@@ -368,13 +371,12 @@ def load_runs(
     tables without rows.
     """
     folder = Path(folder)
-    try:
-        found = {path for one in pattern.split() for path in folder.rglob(f"{one}/config.yaml")}
-    except (ValueError, NotImplementedError) as error:
-        raise ValueError(
-            f"the pattern {pattern!r} cannot be used: {error}; give names below {folder}"
-        ) from None
-    paths = sorted(path.parent for path in found if path.with_name("provenance.json").is_file())
+    paths = sorted(
+        path.parent
+        for path in folder.rglob("config.yaml")
+        if path.with_name("provenance.json").is_file()
+        and any(path.parent.relative_to(folder).match(one) for one in pattern.split())
+    )
     if not paths:
         if required:
             files = "config.yaml, provenance.json and log.csv"
@@ -413,21 +415,10 @@ def model_name(path: str | Path) -> str:
 def write_evaluation(path: str | Path, record: dict) -> None:
     """Write what `evaluate.run` returned as JSON, in place of an older one.
 
-    Logged samples go beside NAME.json, as lm-eval writes them: samples_TASK_NAME.jsonl, an item a
-    line. Raises ValueError when the provenance is not whole.
+    Raises ValueError when the provenance is not whole.
     """
     _check_provenance(record)
-    path, samples = Path(path), record["lm_eval"].get("samples", {})
-    for task in record["tasks"]:
-        beside = path.with_name(f"samples_{task}_{path.stem}.jsonl")
-        if task in samples:
-            lines = [json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples[task]]
-            write_atomically(beside, "".join(lines))
-        else:
-            beside.unlink(missing_ok=True)
-    scores = {name: value for name, value in record["lm_eval"].items() if name != "samples"}
-    text = json.dumps(record | {"lm_eval": scores}, indent=1, ensure_ascii=False)
-    write_atomically(path, text + "\n")
+    write_atomically(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     Path(f"{path}.xz").unlink(missing_ok=True)
 
 
@@ -440,16 +431,11 @@ def load_evaluations(folder: str | Path) -> list[dict]:
     records = []
     for name in sorted({path.name.removesuffix(".xz") for path in paths}):
         path = kept(Path(folder) / name)
-        try:
+        with reading(path):
             data = path.read_bytes()
             record = json.loads(lzma.decompress(data) if path.suffix == ".xz" else data)
-            fields = *EVALUATION_FIELDS, *PROVENANCE_FIELDS
-            missing = ", ".join(field for field in fields if not record.get(field))
-        except (ValueError, AttributeError, lzma.LZMAError):
-            missing = "form of one"
-        if missing:
-            raise ValueError(
-                f"{path} is not an evaluation, which `twell evaluate` writes: it has no {missing}"
-            )
+            missing = [f for f in (*EVALUATION_FIELDS, *PROVENANCE_FIELDS) if not record[f]]
+            if missing:
+                raise ValueError(f"no {', '.join(missing)}")
         records.append(record)
     return records

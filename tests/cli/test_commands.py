@@ -111,20 +111,21 @@ def test_measurements_get_everything(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     words = "ffn --tokens 1,64 --pattern even,skewed --mode graph --bias --active 2.5,9 --non-gated"
     assert main(["measure", *words.split()]) == 0
-    arguments, options = given.pop()
-    assert arguments == ([1, 64], [2.5, 9.0], ["even", "skewed"])
-    expected = {"gated": False, "bias": True, "mode": "graph", "out": Path("build/bench")}
+    _, options = given.pop()
+    expected = {"tokens": [1, 64], "active": [2.5, 9.0], "patterns": ["even", "skewed"]}
+    expected |= {"gated": False, "bias": True, "mode": "graph", "out": Path("build/bench")}
     assert expected.items() <= options.items()
 
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
     assert main(["measure", *words.split()]) == 0
-    arguments, options = given.pop()
-    expected = dict(checkpoint=None, shapes=[(4, 64), (1, 128)], profile="flat", active=[2.5, 9.0])
+    _, options = given.pop()
+    expected = dict(size="1.5b", overrides=["num_layers=2"], shapes=[(4, 64), (1, 128)])
+    expected |= dict(profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, decode=[1, 8], decode_context=30, compiled=False)
-    expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"), ordered=False)
-    expected |= dict(graphs=False, alike=False)
-    assert arguments == ("1.5b", ["num_layers=2"]) and options == expected
+    expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"))
+    expected |= dict(graphs=False, alike=False, ordered=False)
+    assert options == expected
 
 
 def test_a_layer_is_calibrated(tiny_run, tmp_path, monkeypatch):

@@ -13,11 +13,10 @@ import twell
 from study import analysis
 from tests.factories.evaluate import brute_force
 from tests.factories.train import write_pretrained
-from twell import corpus, evaluate, results, trace
+from twell import evaluate, results
 from twell.__main__ import main
 from twell.evaluate import adapter
 from twell.sparse.float8 import Float8Linear
-from twell.train import evaluate as validate
 
 SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
 EIGHT = [*SEVEN, "commonsense_qa_cloze"]
@@ -30,9 +29,8 @@ def choose(model, tokenizer, prompt, choices):
 
 
 def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
-    said = []
     folder = both_sources(np.random.default_rng(7))  # others may have equally likely choices
-    record = evaluate.run(tiny_run, "paper7", data=folder, say=said.append)
+    record = evaluate.run(tiny_run, "paper7", data=folder)
     scores, facts = record["lm_eval"]["results"], record["tasks"]
     assert set(scores) == {*EIGHT, "paper7"} and "samples" not in record["lm_eval"]
     # accuracies, from the model alone
@@ -62,10 +60,7 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
     assert (record["backend"], record["dtype"]) == ("dense", "float32")
     digest = results.file_hash(folder / "piqa_test.jsonl")[:16]
     assert facts["piqa"]["data"] == f"piqa_test.jsonl, sha256 {digest}"
-    cut = {task: fact["truncated"] for task, fact in facts.items() if fact.get("truncated")}
-    for task, number in cut.items():
-        assert any(line.startswith(f"{task}: {number} requests were longer") for line in said)
-    assert cut
+    assert any(fact.get("truncated") for fact in facts.values())
 
     # the same from the hub, and computed sparsely
     hub = evaluate.run(tiny_run, "paper7", backend="reference")
@@ -73,39 +68,10 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
     assert hub["tasks"]["arc_easy"]["data"] == "hub: allenai/ai2_arc ARC-Easy"
 
 
-def test_rolling_log_likelihood_and_the_validation_loss(tiny_run, tiny_config):
-    table, description = evaluate.rolling(tiny_run, documents=9, characters=10**6)
-    assert "held out" in description
-    nats, tokens = table["nats"].tolist(), table["tokens"].tolist()
-    model, tokenizer = twell.load(tiny_run)
-    split = corpus.split(tiny_config.source)
-    encoded = [tokenizer(document).input_ids for part, document in split if part == "valid"]
-
-    # lm-eval, and our log-probabilities in the same windows: by the definition
-    losses = [brute_force(model, [tokenizer.bos_token_id], ids) for ids in encoded]
-    assert tokens[:2] == [sum(map(len, encoded))] * 2
-    np.testing.assert_allclose(nats[:2], -sum(losses) / tokens[0], atol=1e-5)
-
-    # the validation loss of training, on the run's own validation tokens
-    blocks = corpus.Blocks(np.concatenate([[*ids, tokenizer.eos_token_id] for ids in encoded]), 32)
-    assert nats[4] == pytest.approx(validate(model, blocks)["cross_entropy"], abs=1e-6)
-    assert tokens[4] == 31 * len(blocks)
-
-    # between them: the same tokens, in windows and in blocks
-    packed = trace.trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist())
-    counted = ~np.isnan(packed.logprob) & (packed.token_ids != tokenizer.eos_token_id)
-    assert nats[3] == pytest.approx(-packed.logprob[counted].mean(), abs=1e-5)
-    assert tokens[2] == tokens[3] == counted.sum()
-    assert nats[2] == pytest.approx(nats[3], rel=0.1)
-
-
 WRONG = [
-    ({"tasks": "arc_easy,arc_hard", "data": "."}, "'arc_hard'"),
+    ({"tasks": "arc_hard", "data": "."}, "'arc_hard'"),
     ({"tasks": "piqa"}, "data of piqa"),
     ({"tasks": "piqa", "data": "two"}, r"piqa\*\.jsonl; .* several"),
-    ({"limit": 0}, "limit is 0"),
-    ({"batch_size": "many"}, "batch_size is 'many'"),
-    ({"device": "abacus"}, "'abacus'"),
     ({"backend": "triton"}, "backend 'triton' .* float32"),
 ]
 
@@ -120,22 +86,20 @@ def test_a_wrong_argument_is_refused(tiny_run, tmp_path, monkeypatch, options, w
         evaluate.run(tiny_run, **options)
 
 
-def test_the_command_prints_the_scores_and_nothing_else(tiny_run, tmp_path, capfd, monkeypatch):
+def test_the_command_prints_the_scores(tiny_run, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(" ".join(f"{'ba de kun'.split()[n % 3]} w{n}" for n in range(200)))
-    command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference", "--log-samples"]
+    command = ["evaluate", str(tiny_run), "--limit", "3", "--backend", "reference"]
     command += ["--dtype", "bfloat16", "--source", "text.txt"]
     capfd.readouterr()
     assert main(command) == 0
-    out, err = capfd.readouterr()
+    out, _ = capfd.readouterr()
     task = "held_out_continuation"
-    assert err == "" and out.startswith(f"{task}: 3 items")
+    assert out.split()[:2] == ["task", "metric"]
     path = f"build/eval/tiny-{task}-reference-bfloat16-limit-3.json"
     assert all(name in out for name in ("acc_norm", "acc_mutual_info", path))
     (record,) = results.load_evaluations("build/eval")
     assert record["backend"] == "reference" and "samples" not in record["lm_eval"]
-    (samples,) = Path("build/eval").glob(f"samples_{task}_*.jsonl")  # beside the record
-    assert len(samples.read_text().splitlines()) == 3
     assert record["lm_eval"]["n-samples"][task]["effective"] == 3
     assert analysis.evaluations([record])["chance"].tolist() == [0.25] * 3
     assert main(command) == 2 and "already holds an evaluation" in capfd.readouterr().err
@@ -169,8 +133,7 @@ def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch
         return " ".join(random.choice("ba dun fain ge ho kun".split(), number))
 
     asked = [("", some(3)), ("ba", " " + some(1)), ("ba de", " ba"), ("ba de", " dun")]
-    asked += [(some(4), " " + some(2)), (some(60), " " + some(2)), (some(3), " " + some(90))]
-    asked += [(some(50), " " + some(50)), ("", some(70))]
+    asked += [(some(4), " " + some(2)), (some(60), " " + some(2)), (some(50), " " + some(2))]
     answers = lm.loglikelihood(requests_of(asked, ("short", "long")))
     for (context, continuation), (logprob, greedy) in zip(asked, answers, strict=True):
         before = tokenizer(context).input_ids or [tokenizer.bos_token_id]

@@ -10,7 +10,7 @@ from tests.factories import measure
 from tests.factories.measure import TINY, K, N
 from twell.__main__ import main
 from twell.measure import layer, trainer
-from twell.measure.calibration import calibrate, crossover
+from twell.measure.calibration import crossover
 from twell.measure.layer import ffn
 from twell.measure.model import language_model
 from twell.measure.trainer import train_step
@@ -19,25 +19,21 @@ pytest.importorskip("triton")
 LAYER = [
     ({"patterns": ["evn"]}, "'evn'"),
     ({"tokens": [4, 0]}, "tokens holds 0"),
-    ({"kernels": True}, "out"),
     ({"out": "."}, "ffn.csv has the columns"),
     ({"mode": "graph", "backward": True}, "'graph'"),
 ]
 MODEL = [
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
-    ({"tuned": True}, "tuned: "),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
-    ({"checkpoint": ("x", measure.model(torch.float32), [1])}, "torch.float32"),
-    ({"checkpoint": ("x", measure.model(mlp_bias=True), [1])}, "biases"),
+    ({"checkpoint": ("x", measure.model(hidden_size=40), [1])}, "hidden_size is 40"),
     ({"checkpoint": ("x", measure.model(), [1]), "shapes": [(1, 300)]}, "x is for 256 tokens"),
 ]
 GIVEN = {"size": "quick", "overrides": TINY, "shapes": [(2, 32)], "active": [20]}
-SMALL = {"model": "quick", "overrides": [*TINY, "precision=bf16"]}
+SMALL = {"size": "quick", "overrides": [*TINY, "precision=bf16"]}
 CASES = [(ffn, {"tokens": [4]} | options, words) for options, words in LAYER]
 CASES += [(train_step, SMALL | {"profile": "hump"}, "'hump'")]
 CASES += [(language_model, GIVEN | options, words) for options, words in MODEL]
-CASES += [(calibrate, {"out": out}, "cannot be written") for out in ("none/c.json", ".")]
 CASES += [(crossover, {"hidden_size": K, "intermediate_size": N, "tokens": 0}, "tokens holds 0")]
 
 

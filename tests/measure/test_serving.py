@@ -12,8 +12,14 @@ from twell.__main__ import main
 from twell.measure import serve
 from twell.measure import serving as module
 
-LOAD = "--requests 3 --prompts 4-40 --new-tokens 5 --active 9".split()
-SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0, "none": 0.5}
+LOAD = {"REQUESTS": 3, "SHORTEST": 4, "LONGEST": 40, "NEW_TOKENS": 5}
+SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def small_load(monkeypatch):
+    for name, value in LOAD.items():
+        monkeypatch.setattr(module, name, value)
 
 
 @pytest.fixture
@@ -22,7 +28,7 @@ def answers(dense_kernels, monkeypatch):
     calls = []
 
     def generate_batch(model, prompts, generation_config, record_timestamps, **options):
-        backend = "none" if "forward" in vars(model.ffns[0]) else model.ffns[0].backend
+        backend = model.ffns[0].backend
         calls.append((backend, prompts, options))
         seconds, start, number = SECONDS[backend], 100.0, len(prompts)
         tokens = [0] * generation_config.max_new_tokens
@@ -36,19 +42,18 @@ def answers(dense_kernels, monkeypatch):
 
 
 def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
-    command = ["measure", "serve", "2b", *TINY, *LOAD, "--out", str(tmp_path)]
+    command = ["measure", "serve", "2b", *TINY, "--active", "9", "--out", str(tmp_path)]
     assert main(command) == 0
     rows = pd.read_csv(tmp_path / "serve.csv").set_index("provider")
     assert list(rows.index) == ["dense eager", "triton", "auto"]
     assert rows["requests_per_second"].tolist() == [1.5, 3, 3]
     assert rows["tokens_per_second"].tolist() == [7.5, 15, 15]
     assert rows["first_token"].tolist() == [1000, 500, 500]
-    assert rows["p50"].tolist() == [2000, 1000, 1000] and (rows["rounds"] == 3).all()
-    assert (rows["without_ffn"] == 500).all() and (rows["attention"] == "default").all()
+    assert rows["p50"].tolist() == [2000, 1000, 1000] and (rows["rounds"] == 2).all()
+    assert (rows["attention"] == "default").all()
     assert (rows["active"] - 9).abs().max() < 4 and rows["layer_rms"].max() < 0.02
     backends, prompts, options = zip(*answers, strict=True)
-    once = ("dense", "triton", "auto", "none")
-    assert backends == 2 * (*once[::-1], *once)
+    assert all(backends.count(backend) == 3 for backend in SECONDS)  # 2 rounds, one before
     assert all(one == prompts[0] for one in prompts)
     assert not any(one["persistent_manager"] for one in options)
     lengths = [len(prompt) for prompt in prompts[0]]
@@ -60,7 +65,6 @@ def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
 def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
     small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
     monkeypatch.setattr(module, "ContinuousBatchingConfig", small)
-    monkeypatch.setattr(module, "ROUNDS", 1)
-    rows = serve("2b", TINY, requests=3, prompts=(4, 40), new_tokens=5, active=9)
+    rows = serve("2b", TINY, active=9)
     assert min(row["requests_per_second"] for row in rows) > 0
     assert all(0 < row["first_token"] <= row["p50"] for row in rows)

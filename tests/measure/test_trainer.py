@@ -82,21 +82,6 @@ def test_a_step_is_that_of_the_model_itself(build):
         torch.testing.assert_close(parameter.detach(), stepped[name], msg=name)
 
 
-@pytest.mark.parametrize("most", [0, 297])
-def test_the_largest_micro_batch_is_found(build, monkeypatch, most):
-    trainer, tried = build(), set()
-    trainer.config.context = 4
-
-    def step():
-        tried.add(len(trainer.tokens))
-        if len(trainer.tokens) > most:
-            raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(trainer, "step", step)
-    trainer.become(DENSE_EAGER, 0.0)
-    result = trainer.largest()
-    assert 0.96 * most <= result <= most and len(tried) <= 14
-    assert len(trainer.tokens) == result and trainer.labels.shape == (result * 4,)
 
 
 def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
@@ -116,8 +101,7 @@ def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
 
     monkeypatch.setattr(Trainer, "step", logged)
     monkeypatch.setattr(Trainer, "steps", with_large_buffers)
-    monkeypatch.setattr(Trainer, "largest", lambda trainer: trainer.draw(7) or 7)
-    options = {"largest": True, "profile": "paper", "energy": True, "out": tmp_path}
+    options = {"profile": "paper", "energy": True, "out": tmp_path}
     rows = train_step("quick", [*TINY, "checkpoint_activations=true"], active=4, **options)
     assert all(list(row) == COLUMNS["train_step"] for row in rows)
     table = pd.read_csv(tmp_path / "train_step.csv")
@@ -126,8 +110,8 @@ def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
     assert list(table["path"]) == 2 * ["dense", "union"]
     assert table["capacity"].isna().tolist() == 2 * [True, False]
     assert table["capacity"].max() < 96 and table["energy"].notna().all()
-    expected = {"micro_batch": 4, "largest": 7, "tokens_per_second": 128_000, "context": 32}
-    expected |= {"largest_tokens_per_second": 7 * 32 * 1000, "profile": "paper", "num_layers": 3}
+    expected = {"micro_batch": 4, "tokens_per_second": 128_000, "context": 32}
+    expected |= {"profile": "paper", "num_layers": 3}
     assert all((table[name] == value).all() for name, value in expected.items())
     assert (table["active_max"] > 1.3 * table["active"]).all()
     checks = 4 * (trainer.CHECKED_STEPS + 1)

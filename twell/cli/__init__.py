@@ -1,12 +1,11 @@
 """The command line: `twell COMMAND --help`.
 
-One file a command. The modules here import Typer alone, so that `--help` is fast. A command imports
+The modules here import Typer alone, so that `--help` is fast. A command imports
 torch and the rest when it runs.
 """
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import typer
 
-from twell.cli import measure
+from twell.cli import measure, models, runs
 from twell.cli.common import add, group
 
 DEBUG = "--debug"
@@ -28,14 +27,9 @@ UsageError = typer.BadParameter.__base__  # Typer has no public name for it
 app = group(
     "Sparse feed-forward layers for language models. With --debug, bad input prints its traceback."
 )
-app.add_typer(measure.app, name="measure", rich_help_panel=RESULTS)
-for panel, names in (
-    ("Models", "train relufy trace inspect atlas evaluate export layer"),
-    (RESULTS, "runs info"),
-):
-    for name in names.split():
-        module = importlib.import_module(f"twell.cli.{name}")
-        add(app, module.command, name, module.EXAMPLE, panel)
+add(app, models.COMMANDS, "Models")
+app.add_typer(measure.app, rich_help_panel=RESULTS)
+add(app, runs.COMMANDS, RESULTS)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,9 +19,10 @@ SETTINGS = {
 }
 
 
-def group(description: str) -> typer.Typer:
+def group(description: str, name: str | None = None) -> typer.Typer:
     """Return an empty group of commands."""
     return typer.Typer(
+        name=name,
         help=description,
         add_completion=False,
         rich_markup_mode="markdown",
@@ -30,20 +31,28 @@ def group(description: str) -> typer.Typer:
     )
 
 
-def add(app: typer.Typer, command: Callable, name: str, example: str, panel: str | None = None):
-    """Add a command to a group, with an example in its help."""
-    about = {"epilog": f"Example: {example}", "context_settings": SETTINGS}
-    app.command(name, **about, rich_help_panel=panel)(command)
+def add(app: typer.Typer, commands: dict[Callable, str], panel: str | None = None) -> None:
+    """Add commands to a group, each with an example, whose first word is its name."""
+    path = "twell" if app.info.name is None else f"twell {app.info.name}"
+    for command, example in commands.items():
+        about = {"epilog": f"Example: {path} {example}", "context_settings": SETTINGS}
+        app.command(example.split()[0], **about, rich_help_panel=panel)(command)
 
 
-def option(text: str, panel: str | None = None, *, metavar: str | None = None):
-    """Return a Typer option with a help text, in a panel of the help."""
-    return typer.Option(help=text, rich_help_panel=panel, metavar=metavar)
+def option(text: str, panel: str | None = None, *, name: str | None = None, **settings):
+    """Return a Typer option with a help text, in a panel of the help; name: not its parameter's."""
+    names = () if name is None else (name,)
+    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
 
 
 def flag(name: str, text: str, panel: str | None = None):
     """Return a Typer option that is given or not."""
-    return typer.Option(name, help=text, rich_help_panel=panel)
+    return option(text, panel, name=name)
+
+
+def argument(name: str, text: str):
+    """Return a Typer argument with a help text."""
+    return typer.Argument(metavar=name, help=text)
 
 
 MODEL = "A run, a folder with a model and its tokenizer, or a name on the Hugging Face hub."
@@ -52,7 +61,9 @@ STATISTICS = (
     "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in the model's "
     "folder."
 )
-Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
+CONFIG = "A YAML file, or one of the package's configurations."
+Model = Annotated[str, argument("MODEL", MODEL)]
+Config = Annotated[str, argument("CONFIG", CONFIG)]
 Text = Annotated[str | None, option("The text itself.", INPUT)]
 File = Annotated[Path | None, option("A UTF-8 text file.", INPUT)]
 Overrides = Annotated[
@@ -64,11 +75,11 @@ Resume = Annotated[bool, flag("--resume", "Go on from the run's checkpoint.")]
 Statistics = Annotated[Path | None, option(STATISTICS, metavar="FILE")]
 
 
-def split_config(name: str, overrides: list[str] | None, default: str) -> tuple[str, list[str]]:
+def split_config(size: str, overrides: list[str] | None, default: str) -> dict:
     """Return a configuration and its overrides; key=value in its place leaves the default."""
-    if "=" in name:
-        return default, [name, *(overrides or ())]
-    return name, list(overrides or ())
+    if "=" in size:
+        return {"size": default, "overrides": [size, *(overrides or ())]}
+    return {"size": size, "overrides": list(overrides or ())}
 
 
 def read_text(

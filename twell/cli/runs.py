@@ -1,15 +1,12 @@
-"""`twell runs`"""
+"""`twell runs` and `twell info`"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from twell.cli.common import OUTPUT, RUNS, argument, option
 
-from twell.cli.common import OUTPUT, RUNS, option
-
-EXAMPLE = "twell runs data/runs --pattern '85m-50m-*'"
 OUT = "A Markdown file: replace the list in it instead of printing one."
 BEGIN = "<!-- runs: python -m twell runs data/runs --out data/README.md -->"
 END = "<!-- end of runs -->"
@@ -17,8 +14,8 @@ COLUMNS = "run,parameters,tokens,L1,seed,validation (nats),active,dead,tokens/s,
 TEXT = 0, 9, 10  # the columns of words
 
 
-def command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of runs.")] = RUNS,
+def runs(
+    folder: Annotated[Path, argument("DIR", "The folder of runs.")] = RUNS,
     pattern: Annotated[str, option("Only runs whose names fit.")] = "*",
     out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
 ) -> None:
@@ -47,11 +44,7 @@ def command(
     if out is None:
         print(table)
         return
-    before, begin, rest = out.read_text(encoding="utf-8").partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise ValueError(f"{out} has no place for the list: two lines, {BEGIN} and {END}")
-    results.write_atomically(out, "\n".join([before + begin, table, end + after]))
+    results.write_between(out, BEGIN, END, f"\n{table}\n")
 
 
 def _short(value: float, digits: int) -> str:
@@ -65,3 +58,25 @@ def _weights(run: Path) -> str:
     if (run / "model" / "config.json").is_file():
         return "model"
     return "checkpoint" if any(run.glob("checkpoint*")) else "–"
+
+
+def info() -> None:
+    """Show versions, devices, and which backends can be used here."""
+    import torch
+
+    from twell import __version__, results
+    from twell.sparse import layer
+
+    versions = ", ".join(f"{name} {version}" for name, version in results.versions().items())
+    print(f"twell {__version__}, commit {results.commit()}")
+    print(f"versions: {versions}")
+    print(f"device: {results.device_name()}")
+    for number in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(number)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        print(f"  cuda:{number}: {gpu.name}, {memory}, sm_{gpu.major}{gpu.minor}")
+    for backend, reason in layer.backend_status().items():
+        print(f"backend {backend}: {'on' if reason is None else 'off: ' + reason}")
+
+
+COMMANDS = {runs: "runs data/runs --pattern '85m-50m-*'", info: "info"}

@@ -19,7 +19,7 @@ except ModuleNotFoundError as error:
         f"evaluation needs the package {package}: pip install 'twell[evaluate]'"
     ) from None
 
-from twell.evaluate.scores import rolling, run
+from twell.evaluate.scores import run
 from twell.evaluate.tasks import (
     TASKS,
     after_blank,

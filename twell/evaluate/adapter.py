@@ -7,14 +7,8 @@ and is counted.
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from lm_eval.api.instance import Instance
@@ -27,42 +21,12 @@ from twell.measure.quantized import Linears
 from twell.models import load_stock, read_json, resolve
 from twell.sparse.layer import SparseFFN
 from twell.trace import load_with_tokenizer
-from twell.trace.watch import Progress
 from twell.train.relufy import RELUFIABLE
 
 # "auto" starts here on a GPU; lm-eval halves it until it fits. Each trial runs five batches of the
 # longest request, which with 1024 would be as many tokens as the paper's seven tasks have.
 MAX_BATCH_SIZE = 256
 CPU_BATCH_SIZE = 8  # on two cores, 32 is several times slower
-
-
-def find_device(name: str | None) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):  # torch without CUDA asserts
-        usable = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-        raise ValueError(f"device {name!r} cannot be used here; {usable} can") from None
-
-
-@contextlib.contextmanager
-def quietly(say: Callable[[str], None] | None) -> Iterator[Callable[[str], None]]:
-    """Suppress what lm-eval prints, and yield a `say` that still prints."""
-    stdout, stderr, logger = sys.stdout, sys.stderr, logging.getLogger("lm_eval")
-
-    def aloud(line: str) -> None:
-        with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-            if say is not None:
-                say(line)
-
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            yield aloud
-    finally:
-        logger.setLevel(level)
 
 
 def _is_original(model: str | Path) -> bool:
@@ -85,8 +49,6 @@ class LM(HFLM):
         device: torch.device,
         backend: str | None = None,
         dtype: str | None = None,
-        add_bos_token: bool | None = None,
-        say: Callable[[str], None] | None = None,
     ):
         if batch_size == "auto" and device.type == "cpu":
             batch_size = CPU_BATCH_SIZE
@@ -112,13 +74,9 @@ class LM(HFLM):
             max_batch_size=MAX_BATCH_SIZE,
             max_length=loaded.config.max_position_embeddings,
             softmax_dtype=torch.float32,
-            add_bos_token=add_bos_token,
         )
         if self.ffn_backend == "triton" and loaded.dtype == torch.float32:
-            raise ValueError(
-                "backend 'triton' computes in bfloat16 or float16, and the model is float32; "
-                "give a dtype"
-            )
+            raise ValueError("backend 'triton' computes float32 densely; give a 16-bit dtype")
         if self.prefix_token_id is None:
             raise ValueError(
                 f"the tokenizer of {model} has neither bos_token nor eos_token to begin texts with"
@@ -126,36 +84,18 @@ class LM(HFLM):
         if in_fp8:
             Linears(loaded).become(Provider(self.ffn_backend, precision=FP8))
         loaded.config.use_cache = False  # nothing is generated from these passes
-        self.say, self.truncated = say, Counter()
+        self.truncated: Counter[str] = Counter()
 
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         self.asked_by = [request.task_name for request in requests]
-        progress = Progress(len(requests), "requests, longest first", self.say)
-        # lm-eval hands each answer to its cache.
-        self.set_cache_hook(SimpleNamespace(add_partial=lambda *answer: progress.add()))
-        return super().loglikelihood(requests, disable_tqdm=True)
+        return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Score a continuation longer than the context in parts, unlike lm-eval.
-
-        Each part has as many of the tokens before it as fit.
-        """
-        size, parts, whose = self.max_length, [], []
-        for number, (words, context, continuation) in enumerate(requests):
-            if not continuation:
-                raise ValueError(f"{words[1]!r} after {words[0][-40:]!r} has no token of its own")
-            # Windows of a rolling likelihood come with override_bs; they are never cut.
-            if override_bs is None and len(context) + len(continuation) > size + 1:
-                self.truncated[self.asked_by[number]] += 1
-            for at in range(0, len(continuation), size):
-                parts.append((words, context + continuation[:at], continuation[at : at + size]))
-                whose.append(number)
-        answers = [(0.0, True)] * len(requests)
-        scored = super()._loglikelihood_tokens(parts, disable_tqdm=True, override_bs=override_bs)
-        for number, (logprob, greedy) in zip(whose, scored, strict=True):
-            answers[number] = answers[number][0] + logprob, answers[number][1] and greedy
-        return answers
+        if override_bs is None:  # windows of a rolling likelihood are never cut
+            for name, (_, context, continuation) in zip(self.asked_by, requests, strict=True):
+                self.truncated[name] += len(context) + len(continuation) > self.max_length + 1
+        return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)

@@ -1,34 +1,27 @@
-"""Evaluates a model on tasks, and compares lm-eval's log-likelihoods with our loss."""
+"""Evaluates a model on tasks."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import pandas as pd
+import torch
 from lm_eval import evaluator, simple_evaluate
-from lm_eval.api.instance import Instance
-from lm_eval.utils import get_rolling_token_windows, handle_non_serializable, sanitize_list
+from lm_eval.utils import handle_non_serializable
 
-from twell import corpus, results
+from twell import results
 from twell.config import TrainConfig
-from twell.evaluate.adapter import CPU_BATCH_SIZE, LM, find_device, quietly
-from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_names
-from twell.measure.providers import FP8
-from twell.models import check_llama, num_weights, resolve
-from twell.trace.watch import score
-from twell.train.text import evaluate as validate
+from twell.evaluate.adapter import LM
+from twell.evaluate.tasks import load_tasks, task_facts, task_names
+from twell.models import num_weights, resolve
 
 # lm-eval would take the commit of the working folder, and git complains where there is none.
 evaluator.get_git_commit_hash = results.commit
-
-DTYPES = ("float32", "bfloat16", "float16", FP8)
-
 
 def run(
     model: str | Path,
@@ -38,12 +31,10 @@ def run(
     text: str | None = None,
     num_fewshot: int | None = None,
     limit: int | None = None,
-    log_samples: bool = False,
     batch_size: int | str = "auto",
     backend: str | None = None,
     dtype: str | None = None,
     device: str | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> dict:
     """Evaluate a model on tasks and return lm-eval's results, with where they came from (Table 6).
 
@@ -51,32 +42,24 @@ def run(
     paper's seven, and CommonsenseQA as cloze beside them), "held_out_continuation", or any task or
     group of lm-eval. data: a folder with a file of {"query", "choices", "gold"} a line for each
     task, in place of the hub's data sets. text: for held_out_continuation, see `held_out_texts`.
-    The other arguments are lm-eval's and `twell.load`'s. say: gets lines about the progress.
+    The other arguments are lm-eval's and `twell.load`'s.
 
     Returns a dict for `results.write_evaluation`; data/README.md lists its fields. Raises
     ValueError or FileNotFoundError for a wrong argument, for a file that is missing or malformed,
     by name and line, and for a model without tokenizer.
     """
     start = time.perf_counter()
-    names, where = task_names(tasks), find_device(device)
-    _check_options(num_fewshot, limit, batch_size, dtype)
-    with quietly(say) as say:
-        manager, chosen, loaded = load_tasks(names, model, data, text)
-        lm = LM(model, batch_size, backend=backend, dtype=dtype, device=where, say=say)
-        facts = {name: task_facts(task, limit) for name, task in loaded.items()}
-        for name, fact in facts.items():
-            say(f"{name}: {fact['items']:,} items, {fact['data']}")
-        options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": True}
-        options |= {"batch_size": lm.batch_size_per_gpu, "device": str(where)}
-        scores = simple_evaluate(lm, tasks=chosen, task_manager=manager, **options)
-        for name, cut in lm.truncated.items():
-            facts[name]["truncated"] = cut
-            context = f"the context of {lm.max_length} tokens"
-            say(f"{name}: {cut:,} requests were longer than {context} and lost their beginning")
-        for name, samples in scores["samples"].items():
-            facts[name] |= _correct(samples)
-        if not log_samples:
-            del scores["samples"]
+    names = task_names(tasks)
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager, chosen, loaded = load_tasks(names, model, data, text)
+    lm = LM(model, batch_size, backend=backend, dtype=dtype, device=where)
+    facts = {name: task_facts(task, limit) for name, task in loaded.items()}
+    options = {"num_fewshot": num_fewshot, "limit": limit, "log_samples": True}
+    options |= {"batch_size": lm.batch_size_per_gpu, "device": str(where)}
+    scores = simple_evaluate(lm, tasks=chosen, task_manager=manager, **options)
+    for name, samples in scores.pop("samples").items():
+        facts[name] |= _correct(samples) | {"truncated": lm.truncated[name]}
     return _record(model, lm, facts, _plain(scores), start)
 
 
@@ -86,18 +69,6 @@ def _correct(samples: list[dict]) -> dict[str, str]:
     if not set(marks.values()) <= {0, 1}:
         return {}
     return {"correct": "".join(str(int(marks[number])) for number in sorted(marks))}
-
-
-def _check_options(
-    num_fewshot: int | None, limit: int | None, batch_size: int | str, dtype: str | None
-) -> None:
-    given = {"num_fewshot": (num_fewshot, 0), "limit": (limit, 1), "batch_size": (batch_size, 1)}
-    for name, (value, least) in given.items():
-        known = value is None or (name, value) == ("batch_size", "auto")
-        if not known and not (isinstance(value, int) and value >= least):
-            raise ValueError(f"{name} is {value!r}; it is a number, {least} or more")
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype is {dtype!r}; use one of {', '.join(DTYPES)}")
 
 
 def _record(model: str | Path, lm: LM, facts: dict, scores: dict, start: float) -> dict:
@@ -120,15 +91,7 @@ def _record(model: str | Path, lm: LM, facts: dict, scores: dict, start: float) 
 
 
 def _plain(scores: dict) -> dict:
-    """Return lm-eval's results as JSON, with logged samples in lm-eval's own format."""
-    for sample in (one for samples in scores.get("samples", {}).values() for one in samples):
-        sample["arguments"] = {
-            f"gen_args_{n}": {f"arg_{m}": part for m, part in enumerate(arguments)}
-            for n, arguments in enumerate(sample["arguments"])
-        }
-        for answers in ("resps", "filtered_resps"):
-            sample[answers] = sanitize_list(sample[answers])
-        sample["target"] = str(sample["target"])
+    """Return lm-eval's results as JSON."""
     scores = json.loads(json.dumps(scores, default=handle_non_serializable))
     for config in scores["configs"].values():
         # Drop the folder in which the package is installed.
@@ -159,67 +122,3 @@ def _describe(model: str | Path, lm: LM) -> dict:
         "intermediate_size": sized.intermediate_size,
         "vocab_size": config.vocab_size,
     }
-
-
-def rolling(
-    model: str | Path,
-    *,
-    text: str | None = None,
-    documents: int = 8,
-    characters: int = 8000,
-    dtype: str | None = None,
-) -> tuple[pd.DataFrame, str]:
-    """Compare lm-eval's rolling log-likelihood of held-out text with our loss, and packed blocks'.
-
-    The text is the first `characters` of the first `documents` of `held_out_texts`; the second
-    result describes them. A rolling loss predicts every token of a document, in windows of one
-    context after the prefix token (at the start of a document) or the token before. The last window
-    has as many tokens before it as fit. Packed blocks, as in training, are cut from all documents
-    in a row, with an end-of-text token after each, which is predicted too. The first token of a
-    block is not. Columns: loss, over (which tokens), tokens (their number), nats (mean); one thing
-    changes from row to row. Raises ValueError for less than one block.
-    """
-    with quietly(None):
-        lm = LM(model, CPU_BATCH_SIZE, dtype=dtype, device=find_device(None), add_bos_token=False)
-    check_llama(model, lm.model)
-    texts, description = held_out_texts(model, text)
-    texts, size = [document[:characters] for document in texts[:documents]], lm.max_length
-    encoded = [lm.tok_encode(document) for document in texts]
-    packed = np.array([token for ids in encoded for token in [*ids, lm.eot_token_id]])
-    blocks = corpus.Blocks(packed, size)
-    packed_loss = validate(lm.model, blocks)["cross_entropy"]  # refuses a text that is too short
-    with quietly(None):
-        asked = [Instance("loglikelihood_rolling", {}, (document,), 0) for document in texts]
-        theirs = -sum(lm.loglikelihood_rolling(asked))
-
-    windows = [
-        window
-        for ids in encoded
-        for window in get_rolling_token_windows(ids, lm.prefix_token_id, size, context_len=1)
-    ]
-    losses = _losses(lm, [[*before, part[-1]] for before, part in windows])
-    scored = zip(losses, windows, strict=True)
-    ours = np.concatenate([loss[-len(part) :] for loss, (_, part) in scored])
-    in_blocks = np.full(len(packed), np.nan)
-    rows = _losses(lm, blocks.draw(range(len(blocks))).tolist())
-    in_blocks[: len(blocks) * size] = np.concatenate(rows)
-    predicted, in_document = ~np.isnan(in_blocks), np.ones(len(packed), bool)
-    in_document[np.cumsum([len(ids) + 1 for ids in encoded]) - 1] = False
-    shared = predicted[in_document]
-    every, some = "every token of the documents", "those that packed blocks predict"
-    ends = "those, and ends of text"
-    table = [
-        ("lm-eval, rolling", every, len(ours), theirs / len(ours)),
-        ("ours, rolling", every, len(ours), ours.mean()),
-        ("ours, rolling", some, shared.sum(), ours[shared].mean()),
-        ("ours, packed", some, shared.sum(), in_blocks[in_document][shared].mean()),
-        ("ours, packed (the validation loss)", ends, predicted.sum(), packed_loss),
-    ]
-    return pd.DataFrame(table, columns=["loss", "over", "tokens", "nats"]), description
-
-
-def _losses(lm: LM, sequences: list[list[int]]) -> list[np.ndarray]:
-    """Return the loss of each token in nats, float64, NaN for the first of each sequence."""
-    losses: list[np.ndarray] = []
-    score(lm.model, sequences, 1, lambda logprob: losses.append(-logprob[0].double().cpu().numpy()))
-    return losses

@@ -31,23 +31,17 @@ def load_tasks(
     names: list[str], model: str | Path, data: str | Path | None, text: str | None
 ) -> tuple[TaskManager, list, dict[str, Task]]:
     """Return the arguments of simple_evaluate, and every task by its name."""
-    if data is not None and not Path(data).is_dir():
-        raise FileNotFoundError(
-            f"{data} is no folder; --data is the folder with a file for each task"
-        )
     manager = TaskManager(
         include_path=[TASKS / "both", TASKS / ("hub" if data is None else "local")],
         include_defaults=data is None and not set(names) <= OF_OURS,  # 14,000 definitions: seconds
         # lm-eval passes these to custom data sets.
         metadata={"model": str(model), "data": data and str(data), "text": text},
     )
-    if unknown := [name for name in names if name not in manager.all_tasks]:
-        known = "lm-eval has no such task or group"
-        if data is not None:
-            known = f"with local data there are {', '.join(manager.all_tasks)}"
-        raise ValueError(f"unknown task {unknown[0]!r}: {known}")
     chosen, tasks = [], {}
     for name in names:
+        if name not in manager.all_tasks:
+            known = ", ".join(manager.all_tasks) if data else "those of lm-eval"
+            raise ValueError(f"unknown task {name!r}; there are {known}")
         try:
             loaded = manager.load(name)
         except Exception as error:
@@ -73,7 +67,7 @@ def task_facts(task: Task, limit: int | None) -> dict:
     data = f"hub: {task.DATASET_PATH} {task.DATASET_NAME or ''}".strip()
     if task.config.custom_dataset:
         data = docs.info.description
-    return {"items": items, "chance": chance, "data": data, "truncated": 0}
+    return {"items": items, "chance": chance, "data": data}
 
 
 def local_docs(
@@ -82,7 +76,7 @@ def local_docs(
     """Read a task's items from the one file in the folder `data` that fits `file`, for lm-eval.
 
     Each line is {"query": text, "choices": [text, ...], "gold": index of the right one}, with
-    `num_choices` choices and a `blank` in its query. Raises ValueError, by file and line, for others.
+    `num_choices` choices and a `blank` in its query. Raises ValueError, by file and line.
     """
     paths = sorted(Path(data).glob(file))
     if len(paths) != 1:
@@ -97,10 +91,9 @@ def local_docs(
         try:
             item = json.loads(line)
             query, choices, gold = item["query"], item["choices"], item["gold"]
-            fits = isinstance(choices, list) and len(choices) == (num_choices or len(choices))
-            fits = fits and type(gold) is int and 0 <= gold < len(choices) > 1
-            fits = fits and (blank or "") in query
-            fits = fits and all(corpus.checked_text(text, "").strip() for text in [query, *choices])
+            corpus.checked_text(query, "")
+            fits = len(choices) > 1 and num_choices in (None, len(choices))
+            fits = fits and 0 <= gold < len(choices) and (blank or "") in query
         except (ValueError, KeyError, TypeError):
             fits = False
         if not fits:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import torch
@@ -41,16 +41,42 @@ def calibrate(
     The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token
     to all; `out` is the JSON file to write, if any. Calls that may wait for Python are also timed
     eager and compiled, without a CUDA graph. About two minutes on an H100. `crossover` measures
-    training. Raises as `ffn` does, and FileNotFoundError where `out` has no folder. Ours.
+    training. Raises as `ffn` does. Ours.
     """
-    if out and (not Path(out).parent.is_dir() or Path(out).is_dir()):
-        raise FileNotFoundError(f"{out} cannot be written: name a file in a folder that exists")
-    gpu = runner.Gpu()
+    gpu, precision = runner.Gpu(), FP8 if quantized else None
     check_sizes(tokens, hidden_size, intermediate_size)
-    layers = Layers(gpu, (hidden_size, intermediate_size), gated, FP8 if quantized else None)
-    rows = [row for num_tokens in tokens for row in layers.times(num_tokens)]
-    few = [number for number in FLOOR_TOKENS if number <= max(tokens)]
-    floors = tuple(floor for num_tokens in few for floor in layers.floors(num_tokens))
+    layer = functools.partial(
+        layer_case, Case, gpu, gated, hidden_size=hidden_size, intermediate_size=intermediate_size
+    )
+
+    def timed(case: Case, turns: str, column: str, behind: Container[str] = ()) -> dict:
+        """Return ms by path."""
+        by = {p: Provider("triton", p, precision=precision) for p in case.paths()}
+        # As "auto" calls dense where it does not wait for the kernels.
+        waits = case.mode == EAGER and case.columns["tokens"] > WAITING
+        if turns == "floor" and precision is None and not waits:
+            by["dense"] = Provider("dense", "dense")
+        measured = bench(case, [by[path] for path in by if path not in behind], turns)
+        times = {path: measured[by[path]][column] for path in by if path not in behind}
+        shown = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
+        print(f"{case}  {case.mode:<8}  {shown}", flush=True)
+        return times
+
+    rows, floors, half = [], [], intermediate_size // 2
+    levels = {level for level in (1, 10, 30, 100, 300, 1000) if level < half}
+    for num_tokens in tokens:
+        behind: set[str] = set()
+        for active in sorted(levels | {max(half, 1), intermediate_size}):
+            case = layer(num_tokens, active=active, mode=default_mode(num_tokens))
+            times = timed(case, "calibration", "p50", behind)
+            behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
+            columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
+            rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
+    for num_tokens in FLOOR_TOKENS:  # of a layer with hardly any activity
+        for situation in (EAGER, COMPILED) if num_tokens <= max(tokens) else ():
+            times = timed(layer(num_tokens, active=1, mode=situation), "floor", "p20")
+            floors.append(Floor(situation, num_tokens, times))
+        torch.compiler.reset()  # compiled anew for each path, up to a limit
     origin = results.provenance()
     calibration = Calibration.fit(
         rows,
@@ -61,7 +87,7 @@ def calibrate(
         dtype=FLOAT8 if quantized else "bfloat16",
         versions="; ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         date=origin["date"],
-        floors=floors,
+        floors=tuple(floors),
     )
     if out:
         calibration.save(out)
@@ -69,54 +95,12 @@ def calibrate(
     return calibration
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Layers of one size [K, N], to be timed at any number of tokens and activity."""
-
-    gpu: runner.Gpu
-    size: tuple[int, int]
-    gated: bool
-    precision: str | None
-
-    def case(self, num_tokens: int, active: float, mode: str) -> Case:
-        inputs = synthetic_layer(num_tokens, *self.size, active=active, device=self.gpu.device)
-        return Case(self.gpu, "skewed", inputs, mode, gated=self.gated)
-
-    def time(self, case: Case, turns: str, by: dict[str, Provider], column: str) -> dict:
-        """Return ms by path."""
-        measured = bench(case, by.values(), turns)
-        times = {path: measured[provider][column] for path, provider in by.items()}
-        shown = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
-        print(f"{case}  {case.mode:<8}  {shown}", flush=True)
-        return times
-
-    def by_path(self, case: Case) -> dict[str, Provider]:
-        return {path: Provider("triton", path, precision=self.precision) for path in case.paths()}
-
-    def times(self, num_tokens: int) -> list[dict]:
-        """Return rows of tokens, active, union, path and p50 for each level of activity."""
-        rows, behind, neurons = [], set(), self.size[1]
-        half = neurons // 2
-        levels = {level for level in (1, 10, 30, 100, 300, 1000) if level < half}
-        for active in sorted(levels | {max(half, 1), neurons}):
-            case = self.case(num_tokens, active, default_mode(num_tokens))
-            by = {path: one for path, one in self.by_path(case).items() if path not in behind}
-            times = self.time(case, "calibration", by, "p50")
-            behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
-            columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
-            rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
-        return rows
-
-    def floors(self, num_tokens: int) -> Iterator[Floor]:
-        """Yield the times of eager and of compiled calls of a layer with hardly any activity."""
-        for situation in (EAGER, COMPILED):
-            case = self.case(num_tokens, 1, situation)
-            by = self.by_path(case)
-            # As "auto" calls dense where it does not wait for the kernels.
-            if self.precision is None and (situation == COMPILED or num_tokens <= WAITING):
-                by["dense"] = Provider("dense", "dense")
-            yield Floor(situation, num_tokens, self.time(case, "floor", by, "p20"))
-        torch.compiler.reset()  # compiled anew for each path, up to a limit
+def layer_case(
+    kind: type[Case], gpu: runner.Gpu, gated: bool, num_tokens: int, mode: str = "stream", **sizes
+) -> Case:
+    """Return a case of skewed activity; sizes: those of `synthetic_layer`."""
+    inputs = synthetic_layer(num_tokens, device=gpu.device, **sizes)
+    return kind(gpu, "skewed", inputs, mode, gated=gated)
 
 
 def crossover(
@@ -136,9 +120,8 @@ def crossover(
     check_sizes([tokens], hidden_size, intermediate_size)
     levels: list[tuple[float, float]] = []
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
-        size = tokens, hidden_size, intermediate_size
-        inputs = synthetic_layer(*size, active=active, device=gpu.device)
-        case = TrainingCase(gpu, "skewed", inputs, gated=gated)
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+        case = layer_case(TrainingCase, gpu, gated, tokens, active=active, **sizes)
         measured = bench(case, [DENSE_COMPILED, UNION], "step")
         dense, sparse = (columns["p50"] for columns in measured.values())
         print(f"{case}  step: dense {dense:.4f} ms  sparse {sparse:.4f} ms", flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -251,6 +251,16 @@ def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
     return exact, exact.fp8_limit if in_fp8[2] else TOLERANCE["trained layer"]
 
 
+@contextlib.contextmanager
+def hooked(ffns: Iterable[SparseFFN], hook: Callable, before: bool = False) -> Iterator[None]:
+    """Call hook(index, layer, inputs, y) after each layer, or hook(index, layer, inputs) before."""
+    with contextlib.ExitStack() as hooks:
+        for index, ffn in enumerate(ffns):
+            add = ffn.register_forward_pre_hook if before else ffn.register_forward_hook
+            hooks.callback(add(functools.partial(hook, index)).remove)
+        yield
+
+
 def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:
     """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of the pass `run`.
 
@@ -265,9 +275,6 @@ def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str
         outputs = y.flatten(0, -2)[sample]
         errors.append(exact.check(outputs, f"layer {index} of {what}", limit))
 
-    with contextlib.ExitStack() as hooks:
-        for index, ffn in enumerate(ffns):
-            hook = ffn.register_forward_hook(functools.partial(compare, index))
-            hooks.callback(hook.remove)
+    with hooked(ffns, compare):
         run()
     return max(errors, default=0.0)

@@ -16,16 +16,15 @@ whose embeddings have a part in common.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.measure.check import BLOCK
+from twell.measure.check import BLOCK, hooked
 from twell.measure.patterns import IMPOSED, bisect
 from twell.measure.rows import require
 from twell.models.llama import SparseLlamaForCausalLM
@@ -42,6 +41,11 @@ LOGIT = 0.1
 # not print that of 1b, which lies between its neighbours. ACTIVE: of a size that it does not have.
 PAPER_ACTIVE, ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}, 29.0
 ACTIVITY_CHUNK = 8192  # tokens whose activity is counted at a time
+
+
+def mean_of(size: str, active: float | None) -> float:
+    """Return the mean active neurons that a configuration gets: as given, else the paper's."""
+    return PAPER_ACTIVE.get(size, ACTIVE) if active is None else active
 
 
 def draw_tokens(
@@ -95,20 +99,12 @@ def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
     model.model.norm.weight[[CONSTANT, DRAW]] = 0
 
 
-@contextlib.contextmanager
 def before_ffn(
     model: SparseLlamaForCausalLM, visit: Callable[[int, SparseFFN, Tensor], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Call visit(index, layer, x) with each feed-forward layer's input before it computes."""
-
-    def hook(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
-        visit(index, ffn, inputs[0])
-
-    with contextlib.ExitStack() as hooks:
-        for index, ffn in enumerate(model.ffns):
-            handle = ffn.register_forward_pre_hook(functools.partial(hook, index))
-            hooks.callback(handle.remove)
-        yield
+    hook = lambda index, ffn, inputs: visit(index, ffn, inputs[0])  # noqa: E731
+    return hooked(model.ffns, hook, before=True)
 
 
 @torch.no_grad()
@@ -131,7 +127,7 @@ def impose(
     def set_gate(index: int, ffn: SparseFFN, x: Tensor) -> None:
         _set_threshold(ffn.first.weight, x.flatten(0, -2), means[index], seed + 1 + index)
 
-    def scale(ffn: SparseFFN, _: tuple[Tensor, ...], y: Tensor) -> Tensor:
+    def scale(_: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
         size = float(y.float().square().mean().sqrt())
         factor = FFN_PART / size if size else 1.0
         ffn.down_proj.weight *= factor
@@ -139,9 +135,7 @@ def impose(
         return y * factor
 
     model.eval()
-    with before_ffn(model, set_gate), contextlib.ExitStack() as hooks:
-        for ffn in model.ffns:
-            hooks.callback(ffn.register_forward_hook(scale).remove)
+    with before_ffn(model, set_gate), hooked(model.ffns, scale):
         model.model(input_ids=tokens, use_cache=False)
 
 

@@ -8,8 +8,6 @@ fp64 before a step is timed, and all providers have the same loss.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -26,7 +24,6 @@ from twell.measure.providers import (
     COMPILED,
     DENSE_COMPILED,
     DENSE_EAGER,
-    DENSE_KERNELS,
     FP8,
     FP8_TENSOR,
     HYBRID,
@@ -45,6 +42,7 @@ from twell.sparse.observe import Collector
 from twell.sparse.training import SparseTraining
 
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
+FORWARD_TOKENS, BACKWARD_TOKENS = (131_072, 16_384, 2048, 64, 16, 1), (65_536, 16_384)
 GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
 DECODE_TOKENS = 1024  # largest number of tokens for which the path "decode" is timed
 # With this many entries row-wise takes half a second, far more than any other path.
@@ -56,7 +54,7 @@ DY, DL1 = 1e-5, 2.0**-20
 
 
 def ffn(
-    tokens: Sequence[int],
+    tokens: Sequence[int] | None = None,
     active: Sequence[float] = (29,),
     patterns: Sequence[str] = ("skewed",),
     *,
@@ -68,20 +66,16 @@ def ffn(
     bias: bool = False,
     mode: str | None = None,
     energy: bool = False,
-    kernels: bool = False,
     auto: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
     """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
-    patterns: names of PATTERNS. backward: time a pass forward and backward. mode: one of MODES
-    (`runner`); default: graph up to 4,096 tokens, else and in training stream. auto: of our paths
-    "auto" alone. out: the folder of ffn.csv and kernels.csv, or of training.csv and
-    training_kernels.csv.
-
-    Returns the rows of the first file. Raises ValueError for unfit arguments, ArithmeticError for a
-    wrong result, RuntimeError without a GPU. Ours.
+    patterns: names of PATTERNS. mode: one of MODES (`runner`); default: graph up to 4,096 tokens,
+    else and in training stream. Returns the rows. Raises ValueError for unfit arguments,
+    ArithmeticError for a wrong result, RuntimeError without a GPU. Ours.
     """
+    tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
     act = get_activation(activation, gated=gated, sparse=True)
     for name in patterns:
         require(name in PATTERNS, f"pattern {name!r} is unknown; use one of {', '.join(PATTERNS)}")
@@ -90,10 +84,8 @@ def ffn(
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
     require(plain or not backward, "backward passes are timed of ReLU without biases")
-    require(not (auto and backward), "auto stands for forward passes; leave it out with backward")
-    require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
-    rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))
+    rows = Rows(out, "training" if backward else "ffn")
     with torch.set_grad_enabled(backward):
         for num_tokens in tokens:
             how = mode or ("stream" if backward else default_mode(num_tokens))
@@ -102,7 +94,7 @@ def ffn(
                 inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
                 case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
                 case.auto = auto
-                case.measure(rows, kernels)
+                case.measure(rows)
                 del case, inputs  # before the next ones are drawn
                 torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
@@ -219,7 +211,6 @@ class Case:
         number = 1 if mode == "stream" else self.weight_sets
         self.sets = [weights, *(permuted(weights, seed) for seed in range(1, number))]
         self.made: dict[Provider, list] = {}  # layers by provider
-        self.calls: dict[Provider, list[runner.Run]] = {}
 
     def __str__(self) -> str:
         c = self.columns
@@ -301,7 +292,7 @@ class Case:
         ours = provider not in (DENSE_EAGER, DENSE_COMPILED)
         if provider.compiled or (mode == "compiled" and ours):
             layers = [compiled(layer) for layer in layers]
-        calls = self.calls[provider] = [partial(layer, self.x) for layer in layers]
+        calls = [partial(layer, self.x) for layer in layers]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
         elif mode == "graph":
@@ -321,17 +312,12 @@ class Case:
         situation = EAGER if self.mode == "stream" else self.mode
         return self.made[provider][0].chooser.path(len(self.x), situation)
 
-    def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of ffn.csv and kernels.csv."""
-        results, parts = [], []
-        for provider, columns in bench(self, self.providers()).items():
-            row = self.columns | {"weight_sets": len(self.sets), "provider": provider.name}
-            row |= columns | {"path": self.path(provider)}
-            results.append(row)
-            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
-                parts += [row | one for one in runner.kernel_rows(self.gpu, self.calls[provider])]
-        rows.add("ffn", results)
-        rows.add("kernels", parts)
+    def measure(self, rows: Rows) -> None:
+        """Add the rows of ffn.csv."""
+        about = self.columns | {"weight_sets": len(self.sets)}
+        measured = bench(self, self.providers()).items()
+        own = ({"provider": one.name, "path": self.path(one)} | row for one, row in measured)
+        rows.add("ffn", [about | row for row in own])
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -367,16 +353,13 @@ class TrainingCase(Case):
         columns = {"worst": worst, "relative_rms": significant(error, 3)}
         return Call(step, columns, flush=self.mode == "stream")
 
-    def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of training.csv and training_kernels.csv."""
+    def measure(self, rows: Rows) -> None:
+        """Add the rows of training.csv."""
         for provider, columns in bench(self, self.providers(), "step").items():
             (step,) = self.made.pop(provider)
             row = self.columns | columns | step.memory(self.gpu)
             row |= {"provider": provider.name, "path": step.path, "capacity": step.capacity}
             rows.add("training", [row])
-            if kernels:
-                parts = runner.kernel_rows(self.gpu, [step])
-                rows.add("training_kernels", [row | kernel for kernel in parts])
 
 
 class Step:
@@ -453,18 +436,3 @@ def sparse_step(case: Case, path: str) -> Step:
     next(step.attempts)
     step.path, step.capacity = layer.train_path or "dense", layer.capacity
     return step
-
-
-def small_grid(folder: str | Path) -> Path:
-    """Measure one layer, forward and in training, into a folder; return the folder. Minutes.
-
-    For a device that nobody measured yet. `twell measure ffn` runs in a process of its own, so each
-    row names a command that can be repeated. Raises RuntimeError without a GPU, CalledProcessError
-    where the command fails.
-    """
-    runner.Gpu()
-    for grid in ("--tokens 1,64,16384 --kernels", "--tokens 16384 --backward"):
-        options = f"{grid} --active 3,29,300 --pattern skewed,even --out".split()
-        command = [sys.executable, "-m", "twell", "measure", "ffn", *options, str(folder)]
-        subprocess.run(command, check=True)
-    return Path(folder)

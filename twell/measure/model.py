@@ -56,7 +56,7 @@ def language_model(
     profile: str = "paper",
     active: Sequence[float] | None = None,
     layers: bool = False,
-    decode: Sequence[int] = (),
+    decode: Sequence[int] | None = None,
     decode_context: int = 512,
     compiled: bool | None = None,
     tuned: bool = False,
@@ -68,33 +68,30 @@ def language_model(
     """Time a language model in bf16: `twell measure model`, whose help explains the options.
 
     size: a configuration, with random weights; or checkpoint: a name, the model in bf16 and the
-    tokens of a text. shapes: batches (sequences, tokens of each). Layers alone, and with `alike`
+    tokens of a text. ordered: similar tokens side by side. shapes: batches (sequences, tokens of each). Layers alone, and with `alike`
     the activity to impose, are of the first one. active: means, each imposed in turn. decode:
     numbers of documents to continue by GENERATION tokens.
 
     Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
     gpu, rows = runner.Gpu(energy), Rows(out, *FILES)
+    decode = decode or ()
     least = min([*itertools.chain(*shapes), *decode, decode_context])
     require(least >= 1, f"batches and documents hold {least}; it has to be at least 1")
-    for name, first in {"layers": layers, "alike": alike}.items():
-        unfit = f"{name}: measured on the first of the batches, and there is none"
-        require(bool(shapes) or not first, unfit)
-    require(not (layers and ordered), "layers: they are timed in the text's order; ordered is not")
-    unfit = "tuned: decoding is timed so with compiled layers; say how many documents to decode"
-    require(not tuned or bool(decode and compiled is not False), unfit)
+    require(bool(shapes) or not alike, "alike: the first of the batches is imposed; there is none")
     reason = float8.why_not(gpu.device) if fp8 else None
     require(reason is None, f"FP8 cannot be measured here: {reason}")
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
     longest = max(lengths, default=1)
     if checkpoint is None:
-        means = active or [imposed.PAPER_ACTIVE.get(size, imposed.ACTIVE)]
+        means = active or [imposed.mean_of(size, None)]
         model, config = random_model(size, overrides, longest, gpu.device)
         levels = [layer_means(profile, config.num_layers, mean) for mean in means]
         draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     else:
-        (size, model, _), profile, levels = checkpoint, "checkpoint", [None]
-        draw = _draw_from(*checkpoint, longest, gpu.device)
+        (size, model, text), profile, levels = checkpoint, "checkpoint", [None]
+        check_model(size, model.config, longest)
+        draw = functools.partial(batch_of, torch.as_tensor(text, device=gpu.device))
         model = model.to(gpu.device).requires_grad_(False).eval()
         if ordered:
             profile = ORDERED
@@ -138,29 +135,11 @@ def language_model(
     return rows.by_file
 
 
-def _draw_from(
-    name: str,
-    model: SparseLlamaForCausalLM,
-    text: Sequence[int],
-    longest: int,
-    device: torch.device,
-) -> Draw:
-    """Return a function that cuts batches from a text. Raises ValueError for an unfit model."""
-    config, most = model.config, model.config.max_position_embeddings
-    check_model(name, config, longest)
-    in_bf16 = f"{name} is in {model.dtype}; load it in torch.bfloat16"
-    require(model.dtype == torch.bfloat16, in_bf16)
-    biases = f"{name} has feed-forward layers with biases, which are not measured"
-    require(not config.mlp_bias, biases)
-    require(longest <= most, f"{name} is for {most} tokens; {longest} were asked for")
-    tokens = torch.as_tensor(text, dtype=torch.int64, device=device)
-
-    def draw(batch: int, context: int) -> Tensor:
-        needed = f"{batch} x {context} need {batch * context}"
-        require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
-        return tokens[: batch * context].view(batch, context)
-
-    return draw
+def batch_of(tokens: Tensor, batch: int, context: int) -> Tensor:
+    """Cut a batch from a text."""
+    needed = f"{batch} x {context} need {batch * context}"
+    require(len(tokens) >= batch * context, f"the text has {len(tokens)} tokens; {needed}")
+    return tokens[: batch * context].view(batch, context)
 
 
 def measure_forward(

@@ -7,8 +7,7 @@ attention's linear layers.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from twell.measure.check import hooked
 from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
 from twell.measure.quantized import Linears
 from twell.measure.rows import Rows, require, significant
+from twell.measure.sides import check_model
 from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
 from twell.sparse import float8
 from twell.sparse.layer import SparseFFN
-from twell.trace.watch import Progress, score
+from twell.trace.watch import score
 
 DRAWS = 2000  # bootstrap samples
 
@@ -36,7 +37,6 @@ def quality(
     batch: int = 8,
     source: str = "",
     out: str | Path | None = None,
-    say: Callable[[str], None] | None = None,
 ) -> list[dict]:
     """Return rows of quality.csv for a model in bf16, one for each precision.
 
@@ -44,15 +44,11 @@ def quality(
     roundings. `difference` is from bf16, `dense_difference` from the dense layers of the same
     precision, in nats a predicted token, with 95% intervals.
 
-    sequences: token ids; the first of each is not predicted. Raises ValueError for a model that is
-    not in bf16, has FP8 weights, or another activation than ReLU, and for fewer than two sequences
-    with a predicted token.
+    sequences: token ids; the first of each is not predicted. Raises ValueError for another
+    activation than ReLU, and for fewer than two sequences with a predicted token.
     """
     check_llama(name, model)
-    require(model.dtype == torch.bfloat16, f"{name} is in {model.dtype}; load it in torch.bfloat16")
-    require(not any(ffn.quantized for ffn in model.ffns), f"{name} has FP8 weights already")
-    activation = model.config.hidden_act
-    require(activation == "relu", f"{name} has the activation {activation!r}; FP8 is for 'relu'")
+    check_model(name, model.config, 1)
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
     require(len(sequences) > 1, "the text has to have at least two sequences of two tokens")
     sparse = "triton" if float8.why_not(model.device) is None else "reference"
@@ -71,8 +67,7 @@ def quality(
         for provider in (DENSE_EAGER, *in_fp8):
             linears.become(provider)
             model.set_ffn_backend(provider.backend)
-            progress = Progress(len(sequences), provider.name, say)
-            loss, active = _run(model, sequences, batch, progress)
+            loss, active = _run(model, sequences, batch)
             losses[provider] = loss
             row = about | {"provider": provider.name, "active": significant(active, 5)}
             row["cross_entropy"] = significant(loss.sum() / predicted.sum(), 7)
@@ -86,25 +81,19 @@ def quality(
 
 
 def _run(
-    model: SparseLlamaForCausalLM,
-    sequences: Sequence[Sequence[int]],
-    batch: int,
-    progress: Progress,
+    model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int
 ) -> tuple[np.ndarray, float]:
     """Return the loss in nats of each sequence, summed, and the mean active neurons of a layer."""
     losses: list[np.ndarray] = []
     active = torch.zeros((), dtype=torch.int64, device=model.device)
 
-    def count(ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
+    def count(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
         active.add_((ffn.activations(inputs[0])[0] != 0).sum())
 
     def end(logprob: Tensor) -> None:
         losses.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
-        progress.add(len(logprob))
 
-    with contextlib.ExitStack() as hooks:
-        for ffn in model.ffns:
-            hooks.callback(ffn.register_forward_hook(count).remove)
+    with hooked(model.ffns, count):
         score(model, sequences, batch, end)
     tokens = sum(map(len, sequences))
     return np.concatenate(losses), float(active) / tokens / len(model.ffns)

@@ -79,7 +79,6 @@ ROWWISE, UNION, DECODE, HYBRID = (Provider("triton", path) for path in SPARSE_PA
 TRITON_COMPILED = Provider("triton", compilation=COMPILED)
 AUTO_COMPILED = Provider("auto", compilation=COMPILED)
 UNION_COMPILED = Provider("triton", "union", COMPILED)
-AUTO_FP8 = Provider("auto", precision=FP8)
 _PATHS = [(backend, None) for backend in (*BACKENDS, "reference")]
 _PATHS += [("triton", path) for path in ("dense", *SPARSE_PATHS)]
 _EVERY = (Provider(*path, *rest) for path, *rest in product(_PATHS, COMPILATIONS, PRECISIONS))

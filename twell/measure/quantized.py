@@ -74,6 +74,8 @@ class Linears:
     """
 
     def __init__(self, model: SparseLlamaForCausalLM):
+        if any(ffn.quantized for ffn in model.ffns):
+            raise ValueError("the model has FP8 weights already; take the one in bf16")
         self.model = model
         self.replaced: list[tuple[nn.Module, str, nn.Linear]] = []
         self.quantized: dict[nn.Linear, Float8Linear] = {}  # of the weights they had first

@@ -33,32 +33,21 @@ from twell.sparse import calibration as plan
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
 
-class Compiled:
-    """A model whose decoder layers and last norm are compiled, or not: call it with True or False.
+def compile_layers(
+    model: SparseLlamaForCausalLM, compilation: str, around: Callable | None = None
+) -> None:
+    """Compile a model's decoder layers and last norm, or undo it where `compilation` is EAGER.
 
-    around: calls the compiled module, its first argument. torch has no public way to undo
-    nn.Module.compile.
+    around: calls the compiled module, its first argument. torch keeps the compiled code, so nothing
+    is compiled twice.
     """
-
-    def __init__(
-        self,
-        model: SparseLlamaForCausalLM,
-        options: dict | None = None,
-        around: Callable | None = None,
-    ):
-        self.modules = [*model.model.layers, model.model.norm]
-        self.options, self.around = options, around
-        self.calls: list[Callable] | None = None  # kept, so that nothing is compiled twice
-
-    def __call__(self, compiled: bool) -> None:
-        if compiled and self.calls is None:
-            for module in self.modules:
-                module.compile(fullgraph=True, dynamic=False, options=self.options)
-            self.calls = [module._compiled_call_impl for module in self.modules]
-            if self.around is not None:
-                self.calls = [functools.partial(self.around, call) for call in self.calls]
-        for index, module in enumerate(self.modules):
-            module._compiled_call_impl = self.calls[index] if compiled else None
+    for module in (*model.model.layers, model.model.norm):
+        module._compiled_call_impl = None  # torch has no public way to undo nn.Module.compile
+        if compilation != EAGER:
+            module.compile(fullgraph=True, dynamic=False, options=COMPILE_OPTIONS[compilation])
+            if around is not None:
+                call = functools.partial(around, module._compiled_call_impl)
+                module._compiled_call_impl = call
 
 
 def embed(model: SparseLlamaForCausalLM, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -106,10 +95,9 @@ class Subject:
         graphs: bool = True,
     ):
         self.model, self.gpu, self.graphs = model, gpu, graphs
-        self.columns = model_columns(name, model, profile) | {"idle": gpu.idle_watts()}
+        self.columns = model_columns(name, model, profile)
         self.calibrations = [ffn.calibration for ffn in model.ffns]  # of layers in bf16
         self.take_weights()
-        self.compiled = {kind: Compiled(model, given) for kind, given in COMPILE_OPTIONS.items()}
         allow_recompiling()
 
     def take_weights(self) -> None:
@@ -121,10 +109,7 @@ class Subject:
 
     def become(self, provider: Provider) -> None:
         """Compute by `provider` from now on."""
-        for compiled in self.compiled.values():
-            compiled(False)
-        if provider.compiled:
-            self.compiled[provider.compilation](True)
+        compile_layers(self.model, provider.compilation)
         layouts = self.plain if provider.backend == "dense" else self.by_neuron
         for weight, layout in zip(self.down, layouts, strict=True):
             weight.data = layout
@@ -202,8 +187,6 @@ class Subject:
 
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:
     """Return the columns of a model."""
-    quantized = any(ffn.quantized for ffn in model.ffns)
-    require(not quantized, f"{name} has FP8 weights; measure the bf16 model with --fp8")
     config = model.config
     return {
         "model": name,
@@ -222,6 +205,8 @@ def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
     """Raise ValueError for a model that the kernels do not take."""
     unfit = f"{name} has the activation {config.hidden_act!r}; sparse layers need 'relu'"
     require(config.hidden_act == "relu", unfit)
+    most = config.max_position_embeddings
+    require(context <= most, f"{name} is for {most} tokens; {context} were asked for")
     check_sizes([context], config.hidden_size, config.intermediate_size)
 
 
@@ -231,8 +216,8 @@ def random_model(
     """Return a model of `imposed.draw_weights` in bf16 for `context` tokens, and its sizes."""
     config = TrainConfig.load(size, overrides)
     sizes = config.model_config()
-    check_model(size, sizes, context)
     sizes.max_position_embeddings = context
+    check_model(size, sizes, context)
     with device:
         model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
     imposed.draw_weights(model.requires_grad_(False), config.seed)

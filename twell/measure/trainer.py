@@ -7,7 +7,6 @@ one. Steps that are timed have the learning rate 0, so the activity stays.
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from twell.measure.patterns import layer_means
 from twell.measure.providers import Provider, compilations
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import Call, bench
-from twell.measure.sides import Compiled, check_model, model_columns
+from twell.measure.sides import check_model, compile_layers, model_columns
 from twell.models.l1 import collect_l1
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
@@ -41,13 +40,12 @@ COMPARED = (
 
 
 def train_step(
-    model: str = "171m",
+    size: str = "171m",
     overrides: Sequence[str] = (),
     *,
     active: float | None = None,
     profile: str = "flat",
     compiled: bool | None = None,
-    largest: bool = False,
     energy: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
@@ -60,9 +58,8 @@ def train_step(
     train_step.csv. Raises as `ffn` does. Ours.
     """
     gpu, rows = runner.Gpu(energy), Rows(out, "train_step")
-    config = model_config(model, overrides)
-    active = imposed.PAPER_ACTIVE.get(model, imposed.ACTIVE) if active is None else active
-    trainer = Trainer(model, config, profile, active, gpu)
+    config = model_config(size, overrides)
+    trainer = Trainer(size, config, profile, imposed.mean_of(size, active), gpu)
     providers = [
         Provider(backend, path, kind)
         for kind in compilations(compiled)
@@ -70,7 +67,7 @@ def train_step(
     ]
     columns = bench(trainer, providers, "optimizer")
     for provider in providers:
-        rows.add("train_step", [trainer.row(provider, columns[provider], largest)])
+        rows.add("train_step", [trainer.row(provider, columns[provider])])
     trainer.leave()
     return rows.by_file["train_step"]
 
@@ -113,39 +110,33 @@ class Trainer:
         with gpu.device:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)
-        self.draw(config.micro_batch)
+        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
+        self.tokens = draw(config.micro_batch, config.context)
+        # Each document predicts its own next tokens.
+        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
         self.autocast = functools.partial(torch.autocast, gpu.device.type, torch.bfloat16)
-        sample = config.vocab_size, 64, min(config.context, 128)
         with self.autocast():
-            tokens = imposed.draw_tokens(*sample, device=gpu.device, seed=1)
-            imposed.impose(self.model, means, tokens)
+            imposed.impose(self.model, means, draw(64, min(config.context, 128), seed=1))
             self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
         parameters = self.model.named_parameters()
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in parameters}
         self.sparse: SparseTraining | None = None
         self.sparse_state: dict | None = None
         self.expected: tuple[float, ...] = ()  # results of the first provider
-        around = None
+        self.around: Callable | None = None
         if config.checkpoint_activations:
             # Around a compiled layer: within it, it could not keep its L1 term.
-            around = functools.partial(checkpoint, use_reentrant=False)
+            self.around = functools.partial(checkpoint, use_reentrant=False)
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.compiled = Compiled(self.model, around=around)
         self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
         SparseTraining(self.model).allow_recompiling()
-
-    def draw(self, sequences: int) -> None:
-        """Take a batch of `sequences` documents from now on; each predicts its own next tokens."""
-        size = self.config.vocab_size, sequences, self.config.context
-        self.tokens = imposed.draw_tokens(*size, device=self.gpu.device)
-        self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
 
     def become(self, provider: Provider, learning_rate: float) -> None:
         """Take the first weights, a fresh optimiser, and the provider's backend and compilation."""
         self.leave()
         self.optimizer = None  # before the next one: two would not fit
         self.model.zero_grad()
-        self.compiled(provider.compiled)
+        compile_layers(self.model, provider.compilation, self.around)
         self.loss = self.compiled_loss if provider.compiled else _chunk_loss
         checkpointed = self.config.checkpoint_activations and not provider.compiled
         for layer in self.model.model.layers:
@@ -202,31 +193,6 @@ class Trainer:
         steps = [torch.stack(self.step()) for _ in range(CHECKED_STEPS + 1)]
         return float(steps[-1][0]), float(steps[0][1]), float(steps[0][2])
 
-    def fits(self, sequences: int) -> bool:
-        """Take `sequences` documents from now on; return whether their steps fit into memory."""
-        self.draw(sequences)
-        try:
-            for _ in range(2):
-                self.step()
-            return True
-        except torch.OutOfMemoryError:
-            pass
-        self.optimizer.zero_grad()
-        gc.collect()
-        torch.cuda.empty_cache()
-        return False
-
-    def largest(self) -> int:
-        """Take the most documents, within 3%, whose step fits into memory; return their number."""
-        fits, too_many = 0, self.config.micro_batch
-        while self.fits(too_many):
-            fits, too_many = too_many, 2 * too_many
-        while too_many - fits > max(fits // 32, 1):
-            middle = (fits + too_many) // 2
-            fits, too_many = (middle, too_many) if self.fits(middle) else (fits, middle)
-        self.draw(fits)
-        return fits
-
     def prepare(self, provider: Provider) -> Call:
         """Compare a provider's steps with the first provider's, which is dense."""
         what = f"{provider} of {self.name}"
@@ -244,7 +210,7 @@ class Trainer:
         columns = {"loss": significant(results[0], 6), "grad_norm": significant(results[1], 4)}
         return Call(self.step, columns, enter=functools.partial(self.become, provider, 0.0))
 
-    def row(self, provider: Provider, columns: dict, largest: bool) -> dict:
+    def row(self, provider: Provider, columns: dict) -> dict:
         """Return the row of a provider that was timed."""
         self.become(provider, 0.0)
         self.step()  # allocates the optimiser's state
@@ -259,12 +225,5 @@ class Trainer:
             "capacity": self.sparse and self.sparse.summary()["capacity"],
             "tokens_per_second": round(1e3 * self.tokens.numel() / columns["p50"]),
             "peak": self.gpu.peak(self.step)[1],
-            "largest": None,
-            "largest_tokens_per_second": None,
         }
-        if largest and (most := self.largest()):
-            ms = np.median(self.gpu.replay_times(self.step, 5, lead=1))
-            speed = round(1e3 * self.tokens.numel() / ms)
-            row |= {"largest": most, "largest_tokens_per_second": speed}
-        self.draw(self.config.micro_batch)
         return row

@@ -154,8 +154,6 @@ class Run:
             f"{self.folder}: {self.parameters / 1e6:.2f}M parameters, "
             f"{self.config.steps} steps {where}on {self.origin['device']}"
         )
-        for line in self.config.remarks():
-            self.say(f"{self.folder.name}  {line}")
 
     # --- a step
 
