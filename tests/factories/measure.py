@@ -20,14 +20,14 @@ TINY = "num_layers=3 hidden_size=32 intermediate_size=96 num_heads=2 vocab_size=
 class FakeGpu(runner.Gpu):
     """A clock of our own: calls run on the CPU, and take the ms by which they move `now`, or one.
 
-    Power is 20 W. `timed` has the calls that were timed.
+    Power is 20 W. `timed` has the calls that were timed; `shown` the kernels of each call.
     """
 
     device = torch.device("cpu")
 
     def __init__(self):
         self.meter, self.now, self.timed = None, 0.0, []
-        self.bytes = iter(range(1000, 10**12, 500_000))
+        self.bytes, self.shown = iter(range(1000, 10**12, 500_000)), lambda call: []
 
     def spend(self, ms):
         self.now += ms
@@ -68,6 +68,10 @@ class FakeGpu(runner.Gpu):
         before = self.allocated()
         run()
         return before, self.allocated()
+
+    def kernels(self, calls, rounds):
+        shown = [kernel for _ in range(rounds) for call in calls for kernel in self.shown(call)]
+        return [(name, 1, ms) for name, ms in shown]
 
 
 def relative(result, exact):

@@ -76,7 +76,7 @@ def test_training_steps_are_measured(tmp_path, checkpointed):
 
 
 def test_a_layer_is_measured_in_every_mode(tmp_path):
-    sizes = "--hidden-size 512 --intermediate-size 1408 --active 20 --energy"
+    sizes = "--hidden-size 512 --intermediate-size 1408 --active 20 --energy --kernels"
     for mode in ("stream", "graph", "eager", "compiled"):
         words = f"measure ffn --tokens 8,600 --mode {mode} {sizes} --out {tmp_path}"
         assert main(words.split()) == 0

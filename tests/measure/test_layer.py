@@ -24,7 +24,8 @@ PROVIDERS += ["triton rowwise", "triton union", "triton decode", "auto"]
 
 def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     monkeypatch.setattr(layer, "GRAPH_TOKENS", 20)
-    rows = ffn([5, 24], [9], ["even", "skewed"], **SIZES, energy=True, out=tmp_path)
+    dense_kernels.shown = lambda call: call() is not None and [("nvjet", 0.5)] * 3 + [("other", 1)]
+    rows = ffn([5, 24], [9], ["even", "skewed"], **SIZES, kernels=True, energy=True, out=tmp_path)
     assert all(list(row) == COLUMNS["ffn"] for row in rows)
     table = pd.read_csv(tmp_path / "ffn.csv")
     assert list(table["provider"]) == 4 * PROVIDERS and len(rows) == len(table)
@@ -36,6 +37,10 @@ def test_rows_say_what_was_measured(dense_kernels, tmp_path, monkeypatch):
     assert (table["pattern"].value_counts() == len(rows) // 2).all()
     assert table["energy"].notna().all() and table["gated"].all()
     assert (table["relative_rms"] < TOLERANCE["layer"]).all()
+    parts = pd.read_csv(tmp_path / "kernels.csv")
+    assert set(parts["provider"]) == {"dense", "triton rowwise", "triton union", "triton decode"}
+    product = parts.query("kernel == 'cublas matmul' and provider == 'dense'").iloc[0]
+    assert (product["launches"], product["ms"]) == (3.0, 1.5)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
@@ -67,7 +72,8 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
 
 @pytest.mark.parametrize(("mode", "gated"), [("stream", True), ("eager", False)])
 def test_rows_of_training_say_what_was_measured(dense_kernels, tmp_path, mode, gated):
-    options = SIZES | {"energy": True, "out": tmp_path, "mode": mode}
+    dense_kernels.shown = lambda call: call() and [("nvjet", 0.5)] * 3
+    options = SIZES | {"kernels": True, "energy": True, "out": tmp_path, "mode": mode}
     rows = ffn([70, 130], [20], ["even", "skewed"], **options, gated=gated, backward=True)
     assert all(list(row) == COLUMNS["training"] for row in rows)
     table = pd.read_csv(tmp_path / "training.csv")
@@ -82,6 +88,8 @@ def test_rows_of_training_say_what_was_measured(dense_kernels, tmp_path, mode, g
     assert set(table["worst"]) <= {"y", "dx", "dw_gate", "dw_up", "dw_down"}
     assert (table["held"] == 500_000 - 4 * table["tokens"]).all() and (table["p50"] == 1).all()
     assert table["energy"].notna().all() and table["watts"].notna().all()
+    parts = pd.read_csv(tmp_path / "training_kernels.csv")
+    assert list(parts["provider"]) == list(table["provider"]) and set(parts["ms"]) == {1.5}
 
 
 @pytest.mark.parametrize("wrong", ["dw_gate", "l1"])

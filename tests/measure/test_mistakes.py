@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 LAYER = [
     ({"patterns": ["evn"]}, "'evn'"),
     ({"tokens": [4, 0]}, "tokens holds 0"),
+    ({"kernels": True}, "out"),
     ({"out": "."}, "ffn.csv has the columns"),
     ({"mode": "graph", "backward": True}, "'graph'"),
 ]

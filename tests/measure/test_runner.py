@@ -1,4 +1,4 @@
-"""Checks before times, turns and energy, by a clock of our own."""
+"""Checks before times, turns, energy and kernels, by a clock of our own."""
 
 import pytest
 
@@ -53,3 +53,19 @@ def test_energy_is_that_of_one_call(turns, flush):
     assert case.gpu.now > 2 * runner.ENERGY_MS  # a second of each
 
 
+def test_kernel_times_are_means_over_calls_by_short_names():
+    gpu = FakeGpu()
+    names = {
+        "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "cublas matmul",
+        "void cublasLt::splitKreduce_kernel<32, 16, int>(cublasLt::x)": "cublas matmul",
+        "triton_poi_fused__unsafe_view_mul_relu_0": "elementwise",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::relu>(int)": "elementwise",
+        "Memset (Device)": "copy",
+        "void mine<3>(int)": "mine",
+    }
+    gpu.shown = lambda call: [(name, call()) for name in names]
+    rows = runner.kernel_rows(gpu, [lambda: 0.5, lambda: 1.0, lambda: 1.5])
+    assert all(row["launches"] == row["ms"] for row in rows)
+    times = {row["kernel"]: row["ms"] for row in rows}
+    twice = {"cublas matmul": 2.0, "elementwise": 2.0}
+    assert times == twice | {"copy": 1.0, "mine": 1.0}

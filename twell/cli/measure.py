@@ -99,12 +99,14 @@ def ffn(
         ),
     ] = None,
     energy: Energy = False,
+    kernels: Annotated[bool, flag("--kernels", "Also each kernel of our paths.")] = False,
     auto: Annotated[bool, flag("--auto", "Of our paths auto alone.")] = False,
     out: Out = BENCH,
 ) -> None:
     """Time one layer in bf16: dense, by each path of the kernels, and by auto.
 
-    Rows are appended after each case to ffn.csv, with --backward to training.csv.
+    Rows are appended after each case to ffn.csv and kernels.csv, with --backward to training.csv
+    and training_kernels.csv.
     """
     options = locals()
     from twell import measure

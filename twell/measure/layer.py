@@ -24,6 +24,7 @@ from twell.measure.providers import (
     COMPILED,
     DENSE_COMPILED,
     DENSE_EAGER,
+    DENSE_KERNELS,
     FP8,
     FP8_TENSOR,
     HYBRID,
@@ -66,6 +67,7 @@ def ffn(
     bias: bool = False,
     mode: str | None = None,
     energy: bool = False,
+    kernels: bool = False,
     auto: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
@@ -84,8 +86,9 @@ def ffn(
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
     require(plain or not backward, "backward passes are timed of ReLU without biases")
+    require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
-    rows = Rows(out, "training" if backward else "ffn")
+    rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))
     with torch.set_grad_enabled(backward):
         for num_tokens in tokens:
             how = mode or ("stream" if backward else default_mode(num_tokens))
@@ -94,7 +97,7 @@ def ffn(
                 inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
                 case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
                 case.auto = auto
-                case.measure(rows)
+                case.measure(rows, kernels)
                 del case, inputs  # before the next ones are drawn
                 torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
@@ -211,6 +214,7 @@ class Case:
         number = 1 if mode == "stream" else self.weight_sets
         self.sets = [weights, *(permuted(weights, seed) for seed in range(1, number))]
         self.made: dict[Provider, list] = {}  # layers by provider
+        self.calls: dict[Provider, list[runner.Run]] = {}
 
     def __str__(self) -> str:
         c = self.columns
@@ -292,7 +296,7 @@ class Case:
         ours = provider not in (DENSE_EAGER, DENSE_COMPILED)
         if provider.compiled or (mode == "compiled" and ours):
             layers = [compiled(layer) for layer in layers]
-        calls = [partial(layer, self.x) for layer in layers]
+        calls = self.calls[provider] = [partial(layer, self.x) for layer in layers]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
         elif mode == "graph":
@@ -312,12 +316,17 @@ class Case:
         situation = EAGER if self.mode == "stream" else self.mode
         return self.made[provider][0].chooser.path(len(self.x), situation)
 
-    def measure(self, rows: Rows) -> None:
-        """Add the rows of ffn.csv."""
-        about = self.columns | {"weight_sets": len(self.sets)}
-        measured = bench(self, self.providers()).items()
-        own = ({"provider": one.name, "path": self.path(one)} | row for one, row in measured)
-        rows.add("ffn", [about | row for row in own])
+    def measure(self, rows: Rows, kernels: bool) -> None:
+        """Add the rows of ffn.csv and kernels.csv."""
+        results, parts = [], []
+        for provider, columns in bench(self, self.providers()).items():
+            row = self.columns | {"weight_sets": len(self.sets), "provider": provider.name}
+            row |= columns | {"path": self.path(provider)}
+            results.append(row)
+            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
+                parts += [row | one for one in runner.kernel_rows(self.gpu, self.calls[provider])]
+        rows.add("ffn", results)
+        rows.add("kernels", parts)
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -353,13 +362,16 @@ class TrainingCase(Case):
         columns = {"worst": worst, "relative_rms": significant(error, 3)}
         return Call(step, columns, flush=self.mode == "stream")
 
-    def measure(self, rows: Rows) -> None:
-        """Add the rows of training.csv."""
+    def measure(self, rows: Rows, kernels: bool) -> None:
+        """Add the rows of training.csv and training_kernels.csv."""
         for provider, columns in bench(self, self.providers(), "step").items():
             (step,) = self.made.pop(provider)
             row = self.columns | columns | step.memory(self.gpu)
             row |= {"provider": provider.name, "path": step.path, "capacity": step.capacity}
             rows.add("training", [row])
+            if kernels:
+                parts = runner.kernel_rows(self.gpu, [step])
+                rows.add("training_kernels", [row | kernel for kernel in parts])
 
 
 class Step:

@@ -17,13 +17,16 @@ LAYER = "tokens hidden_size intermediate_size gated dtype pattern active"
 MODEL = f"model parameters {SIZES} dtype profile sdpa batch context tokens"
 ACTIVITY = "active active_max union"
 SPEED, WORK, ENERGY = "p20 p50 p80", "flops bytes roofline", "energy watts"
+KERNEL = "provider kernel launches ms"
 COLUMNS = {
     file: columns.split()
     for file, columns in {
         "ffn": f"{LAYER} active_max union mode weight_sets provider path relative_rms "
         f"{SPEED} {WORK} {ENERGY}",
+        "kernels": f"{LAYER} union {KERNEL} {WORK}",
         "training": f"{LAYER} active_max union mode provider path capacity relative_rms worst "
         f"{SPEED} forward held peak {WORK} {ENERGY}",
+        "training_kernels": f"{LAYER} union {KERNEL}",
         "train_step": f"model parameters {SIZES} context micro_batch precision "
         f"checkpoint_activations profile active active_max provider path capacity loss grad_norm "
         f"{SPEED} tokens_per_second peak {ENERGY} largest largest_tokens_per_second",
@@ -45,7 +48,7 @@ OPTIONAL = {*f"{ENERGY} {WORK} idle forward wanted without_ffn largest".split()}
 OPTIONAL.add("largest_tokens_per_second")
 # The printed columns of a row, where they have values.
 SHOWN = (
-    "model batch context pattern tokens active layer provider path p50 dense sparse auto "
+    "model batch context pattern tokens active layer kernel provider path p50 ms dense sparse auto "
     "tokens_per_second first_token energy peak cross_entropy difference low high"
 ).split()
 

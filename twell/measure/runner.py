@@ -12,12 +12,14 @@ from __future__ import annotations
 import functools
 import math
 import random
+import re
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from twell.measure.rows import significant
@@ -26,6 +28,7 @@ MODES = "stream", "graph", "eager", "compiled"
 LEAD = 3  # runs that find the queue empty and wait for the host, which do not count
 ENERGY_MS = 1000  # of runs whose energy is counted; NVML updates its counter every 100 ms
 SETTLE_MS = 300  # of runs before them: power takes a while to settle
+PROFILED = 8  # calls that are profiled, at least
 
 Run = Callable[[], Any]
 
@@ -212,6 +215,21 @@ class Gpu:
         torch.cuda.synchronize()
         return before, torch.cuda.max_memory_allocated()
 
+    def kernels(self, calls: Sequence[Run], rounds: int) -> list[tuple[str, int, float]]:
+        """Return name, launches and total ms of each kernel in `rounds` rounds of the calls."""
+        from torch.profiler import ProfilerActivity, profile
+
+        for _ in range(2):  # the first profile of a process pays for its start
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                repeat(calls, rounds)
+                torch.cuda.synchronize()
+        cuda = torch.autograd.DeviceType.CUDA
+        return [
+            (event.key, event.count, event.self_device_time_total / 1e3)
+            for event in profiler.key_averages()
+            if event.device_type == cuda and not event.is_user_annotation
+        ]
+
 
 def energy_meter() -> Callable[[], int]:
     """Return the reader of the GPU's energy counter in mJ, by the package nvidia-ml-py."""
@@ -223,3 +241,26 @@ def energy_meter() -> Callable[[], int]:
     meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
     meter()
     return meter
+
+
+def kernel_name(name: str) -> str:
+    """Return a GPU kernel's short name: "cublas matmul", "elementwise", "copy", or its own."""
+    if re.search(r"nvjet|gemm|gemv|cutlass|cublas|splitK", name):
+        return "cublas matmul"
+    if re.match(r"Memcpy|Memset", name):
+        return "copy"
+    if re.search(r"^triton_|elementwise|at::native", name):
+        return "elementwise"
+    return re.split(r"[(<]", name.removeprefix("void "))[0]
+
+
+def kernel_rows(gpu: Gpu, calls: Sequence[Run]) -> list[dict]:
+    """Return kernel, launches and ms in one call (means over the calls) of each kernel."""
+    rounds = -(-PROFILED // len(calls))
+    number = rounds * len(calls)
+    table = pd.DataFrame(gpu.kernels(calls, rounds), columns=["kernel", "launches", "ms"])
+    sums = table.groupby(table["kernel"].map(kernel_name), sort=False)[["launches", "ms"]].sum()
+    return [
+        {"kernel": name, "launches": round(launches / number, 2), "ms": significant(ms / number, 4)}
+        for name, launches, ms in sums.itertuples()
+    ]
