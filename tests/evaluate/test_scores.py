@@ -141,9 +141,7 @@ def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch
         expected = pytest.approx(brute_force(model, before, after), rel=1e-5)
         assert logprob == expected, (context, continuation)
         assert isinstance(greedy, bool)
-    assert lm.truncated == {"long": 4}
-    with pytest.raises(ValueError, match="'' after 'ba de'"):
-        lm.loglikelihood(requests_of([("ba de", "")]))
+    assert +lm.truncated == {"long": 2}
 
 
 def test_the_original_of_a_relufied_model(tiny_text, tmp_path):
