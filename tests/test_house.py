@@ -66,7 +66,7 @@ def test_every_public_name_loads():
     ("module", "names"),
     [
         ("format", "ELL TwELL PackedTwELL Hybrid TileUnion BufferOverflow"),
-        ("reference", "ffn gate_pack up_down down union_up_down union_down ffn_forward"),
+        ("reference", "ffn gate_pack up_down down union_train_forward"),
         ("trace", "Trace Aggregate aggregate aggregate_run trace_text trace_tokens"),
         ("model", "SparseLlamaConfig SparseLlamaForCausalLM sparsify densify silence save load"),
         ("train", "TrainConfig train evaluate Log DeadWindow reinitialize balance"),

@@ -19,7 +19,7 @@ from twell import SparseFFN, SparseTraining
 from twell.kernels import entries, training, weight_gradients
 from twell.kernels.common import Gradients
 from twell.kernels.paper import hybrid, hybrid_format
-from twell.sparse import hybrid_reference, training_ops
+from twell.sparse import reference, training_ops
 from twell.sparse.activations import get_activation
 
 slow = pytest.mark.slow
@@ -211,8 +211,8 @@ def test_a_row_that_is_not_finite_is_that_of_the_reference(gated, value):
             w[:, 7] = torch.arange(20, device=DEVICE) % 2 * 2 - 1
     t["x"][1, 7] = step.dy[2, 7] = value
     _, results = step.run(40)
-    *expected, saved = hybrid_reference.ffn_forward(**t)
-    gradients = hybrid_reference.ffn_backward(saved, step.dy, step.dl1)
+    *expected, saved = reference.union_train_forward(**t, block=1)
+    gradients = reference.union_train_backward(saved, step.dy, step.dl1, round_dh=False)
     given = {n: g for n, g in zip(NAMES, gradients, strict=True) if t[n] is not None}
     assert_same(results, {"y": expected[0], "l1": expected[1], **given})
     assert results["y"][[0, 2]].isfinite().all() and not results["y"][1].isfinite().all()

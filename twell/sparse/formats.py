@@ -13,7 +13,7 @@ Rules of all formats:
   * A non-zero is any value `!= 0` in the storage type: NaN is one, -0.0 is not. `unpack` returns
     the dense matrix bit for bit, NaN payloads included, except that -0.0 becomes +0.0.
   * `pack` takes dense [M, N] of bf16, fp16, fp32 or fp64, 1 <= N <= 65,536. It raises ValueError or
-    TypeError for other inputs, as do the classes for parts that do not fit together.
+    TypeError for other inputs.
   * Non-zeros stand in column order. Indices are column numbers of the whole matrix: 16 bits
     (torch.uint16), int32 in unions. Unused slots hold value +0.0 and index 0.
   * Overflow of TwELL and PackedTwELL: counts are true counts, never clamped. A tile with more
@@ -25,40 +25,25 @@ Rules of all formats:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from twell.sparse.rows import (
-    DTYPES,
     ELL,
     BufferOverflow,
     Entries,
     SparseRows,
     active_entries,
     by_row,
-    check_columns,
     check_dense,
-    check_tensor,
     in_slots,
     pack_rows,
     positions_in_rows,
 )
 from twell.sparse.rows import MAX_COLUMNS as MAX_COLUMNS
-
-
-def check_backup(needed: int, ell_width: int, backup_rows: int | None) -> int:
-    """Return the rows of a backup, `needed` where None is given; BufferOverflow for too few."""
-    if backup_rows is None:
-        return needed
-    if needed > backup_rows:
-        raise BufferOverflow(
-            f"{needed} rows have more than ell_width={ell_width} non-zeros, "
-            f"but backup_rows={backup_rows}; at least {needed} are needed",
-            needed,
-        )
-    return backup_rows
+from twell.sparse.rows import check_tensor as check_tensor
 
 
 def _without_sign_of_zero(dense: Tensor) -> Tensor:
@@ -67,18 +52,6 @@ def _without_sign_of_zero(dense: Tensor) -> Tensor:
 
 class _TileFormat(SparseRows):
     """What TwELL and PackedTwELL share: slots per row and tile, and the dense overflow rows."""
-
-    def _check_tiles(self, name: str, *value_dtypes: torch.dtype) -> None:
-        """Check what both store; `name`: the tensor with the slots."""
-        check_columns("n_cols is", self.n_cols)
-        self._capacity(self.tile_n, self.compression)
-        num_rows, num_overflow = len(getattr(self, name)), len(self.overflow_rows)
-        if num_overflow > num_rows:
-            raise ValueError(f"overflow_rows names {num_overflow} rows, expected up to {num_rows}")
-        self._check_parts(
-            overflow_rows=((num_overflow,), torch.int32),
-            overflow_values=((num_overflow, self.n_cols), *value_dtypes),
-        )
 
     @classmethod
     def _capacity(cls, tile_n: int, compression: int) -> int:
@@ -144,14 +117,6 @@ class TwELL(_TileFormat):
 
     _words_for_count = 0
 
-    def __post_init__(self) -> None:
-        self._check_tiles("values", *DTYPES)
-        num_tiles = -(-self.n_cols // self.tile_n)
-        shape = len(self.values), num_tiles, self.tile_n // self.compression
-        counts = shape[:2], torch.int32
-        self._check_parts(values=(shape, *DTYPES), indices=(shape, torch.uint16), counts=counts)
-        self._check_parts(overflow_values=(tuple(self.overflow_values.shape), self.values.dtype))
-
     @classmethod
     def pack(cls, dense: Tensor, tile_n: int = 256, compression: int = 8) -> TwELL:
         """Pack dense [M, N]; N need not be a multiple of `tile_n`.
@@ -181,11 +146,6 @@ class PackedTwELL(_TileFormat):
     compression: int = 8
 
     _words_for_count = 1
-
-    def __post_init__(self) -> None:
-        self._check_tiles("words", torch.bfloat16, torch.float16)
-        num_words = -(-self.n_cols // self.tile_n) * (self.tile_n // self.compression)
-        self._check_parts(words=((len(self.words), num_words), torch.int32))
 
     @classmethod
     def pack(cls, dense: Tensor, tile_n: int = 256, compression: int = 8) -> PackedTwELL:
@@ -241,25 +201,12 @@ class TileUnion(SparseRows):
     n_cols: int
     block_m: int = 64
 
-    def __post_init__(self) -> None:
-        self._check_block(self.block_m)
-        total = len(self.indices)
-        self._check_parts(
-            offsets=((-(-self.n_rows // self.block_m) + 1,), torch.int64),
-            indices=((total,), torch.int32),
-            values=((self.block_m * total,), *DTYPES),
-        )
-
-    @staticmethod
-    def _check_block(block_m: int) -> None:
-        if block_m < 1:
-            raise ValueError(f"block_m={block_m}, expected at least 1")
-
     @classmethod
     def pack(cls, dense: Tensor, block_m: int = 64) -> TileUnion:
         """Pack dense [M, N]; ValueError for a `block_m` below 1."""
         check_dense(dense)
-        cls._check_block(block_m)
+        if block_m < 1:
+            raise ValueError(f"block_m={block_m}, expected at least 1")
         n_rows, n_cols = dense.shape
         num_blocks = -(-n_rows // block_m)
         padded = dense.new_zeros(num_blocks * block_m, n_cols)
@@ -310,30 +257,11 @@ class Hybrid(SparseRows):
     ell: E compact rows; backup [B, N], 0 where inactive; slot [M] int32: >= 0 is a row of `ell`, <
     0 is backup row ~slot. Unused rows of either hold counts of 0 and zeros. Paper: training, hybrid
     format.
-
-    The pattern, the active entries, is apart from the values: an active value may be 0, as in u or
-    in a gradient that was computed at the active entries of g. In `ell` the pattern is the counts.
-    In the backup it is the non-zeros of `pattern` [B, N]: the backup of the Hybrid that these
-    values were computed for, shared with it; None means `backup` itself.
     """
 
     ell: ELL
     backup: Tensor
     slot: Tensor
-    pattern: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        shape = self.backup.shape[0], self.ell.n_cols
-        self._check_parts(backup=(shape, self.ell.values.dtype))
-        most = shape[0] + self.ell.shape[0]
-        if self.slot.dim() != 1 or len(self.slot) > most:
-            raise ValueError(
-                f"slot has shape {tuple(self.slot.shape)}, expected one number for each of at most "
-                f"{self.ell.shape[0]} ELL rows and {shape[0]} backup rows"
-            )
-        self._check_parts(slot=(tuple(self.slot.shape), torch.int32))
-        if self.pattern is not None:
-            self._check_parts(pattern=(shape,))
 
     @classmethod
     def pack(cls, dense: Tensor, ell_width: int = 128, backup_rows: int | None = None) -> Hybrid:
@@ -343,15 +271,17 @@ class Hybrid(SparseRows):
         BufferOverflow, with the capacity needed, if it is too small.
         """
         check_dense(dense)
-        return cls._from_entries(active_entries(dense), dense.shape, ell_width, backup_rows)
-
-    @classmethod
-    def _from_entries(cls, entries, shape, ell_width: int, backup_rows: int | None) -> Hybrid:
-        """Build from entries sorted by row and in each row by column, none of whose values is 0."""
-        rows, columns, values = entries
+        shape = dense.shape
+        rows, columns, values = active_entries(dense)
         compact = torch.bincount(rows, minlength=shape[0]) <= ell_width
         needed = int((~compact).sum())
-        backup_rows = check_backup(needed, ell_width, backup_rows)
+        backup_rows = needed if backup_rows is None else backup_rows
+        if needed > backup_rows:
+            raise BufferOverflow(
+                f"{needed} rows have more than ell_width={ell_width} non-zeros, "
+                f"but backup_rows={backup_rows}; at least {needed} are needed",
+                needed,
+            )
         slot = torch.where(compact, compact.cumsum(0) - 1, ~((~compact).cumsum(0) - 1))
         short, slots = compact[rows], slot[rows]
         ell_entries = slots[short], columns[short], values[short]
@@ -370,46 +300,14 @@ class Hybrid(SparseRows):
 
     @property
     def nnz(self) -> Tensor:
-        """Number of active entries, values of 0 among them, 0-d int64."""
-        return self.ell.nnz + (self._backup_pattern != 0).sum()
-
-    @property
-    def _backup_pattern(self) -> Tensor:
-        return self.backup if self.pattern is None else self.pattern
+        """Number of non-zeros, 0-d int64."""
+        return self.ell.nnz + (self.backup != 0).sum()
 
     def entries(self) -> Entries:
         ell_rows, *ell_rest = self.ell.entries()
-        extra, *rest = active_entries(self._backup_pattern, self.backup)
+        extra, *rest = active_entries(self.backup)
         # The inverse of `slot`: a negative index counts from the end, so backup row b belongs to
         # token[~b].
         token = self.slot.new_zeros(self.ell.shape[0] + len(self.backup), dtype=torch.int64)
         token[self.slot.long()] = torch.arange(len(self.slot), device=self.slot.device)
         return by_row((token[ell_rows], *ell_rest), (token[~extra], *rest))
-
-    def with_entries(self, values: Tensor) -> Hybrid:
-        """The same pattern with other values [nnz], in the order of `entries`."""
-        rows, columns, _ = self.entries()
-        check_tensor("values", values, (len(rows),))
-        slots = self.slot.long()[rows]
-        positions = positions_in_rows(rows, torch.bincount(rows, minlength=self.shape[0]))
-        short = slots >= 0
-        ell_values = values.new_zeros(self.ell.values.shape)
-        ell_values[slots[short], positions[short]] = values[short]
-        backup = values.new_zeros(self.backup.shape)
-        backup[~slots[~short], columns[~short]] = values[~short]
-        return Hybrid(replace(self.ell, values=ell_values), backup, self.slot, self._backup_pattern)
-
-    def transpose(self, ell_width: int | None = None, backup_rows: int | None = None) -> Hybrid:
-        """The transpose [N, M] with sizes of its own; the pattern is kept, also where values are 0.
-
-        `ell_width` None takes twice the mean number of entries a row; `backup_rows` as in `pack`.
-        More than 65,536 tokens become columns with int32 indices. Raises BufferOverflow as `pack`
-        does. Paper: training, weight gradients.
-        """
-        rows, columns, values = self.entries()
-        order = columns.argsort(stable=True)
-        if ell_width is None:
-            ell_width = -(-2 * len(values) // max(1, self.shape[1]))
-        entries = columns[order], rows[order], torch.ones_like(values)
-        pattern = Hybrid._from_entries(entries, self.shape[::-1], ell_width, backup_rows)
-        return pattern.with_entries(values[order])

@@ -34,22 +34,19 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: tor
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected {expected}")
 
 
-def check_columns(name: str, number: int) -> None:
-    if not 1 <= number <= MAX_COLUMNS:
-        raise ValueError(f"{name} {number}, expected 1 to {MAX_COLUMNS} (16-bit indices)")
-
-
 def check_dense(dense: Tensor, *dtypes: torch.dtype) -> None:
     if dense.dim() != 2:
         raise ValueError(f"dense has shape {tuple(dense.shape)}, expected [tokens, neurons]")
-    check_columns("dense, whose columns number", dense.shape[1])
+    if not 1 <= dense.shape[1] <= MAX_COLUMNS:
+        number = f"dense has {dense.shape[1]} columns"
+        raise ValueError(f"{number}, expected 1 to {MAX_COLUMNS} (16-bit indices)")
     check_tensor("dense", dense, tuple(dense.shape), *(dtypes or DTYPES))
 
 
-def active_entries(pattern: Tensor, values: Tensor | None = None) -> Entries:
-    """The entries where a dense pattern is not 0, by row; their values are the pattern's own."""
-    rows, columns = (pattern != 0).nonzero(as_tuple=True)
-    return rows, columns, (pattern if values is None else values)[rows, columns]
+def active_entries(dense: Tensor) -> Entries:
+    """The non-zeros of a dense matrix, by row."""
+    rows, columns = (dense != 0).nonzero(as_tuple=True)
+    return rows, columns, dense[rows, columns]
 
 
 def in_slots(values: Tensor, indices: Tensor, counts: Tensor) -> Entries:
@@ -132,36 +129,17 @@ class SparseRows:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: v for name, v in parts.items() if isinstance(v, Tensor | SparseRows)}
 
-    def _check_parts(self, **expected: tuple) -> None:
-        """Check tensors by name: the shape, then the dtypes."""
-        for name, (shape, *dtypes) in expected.items():
-            check_tensor(name, getattr(self, name), shape, *dtypes)
-
-
 @dataclass(frozen=True, eq=False)
 class ELL(SparseRows):
     """Row-wise ELLPACK with a count per row (ELLPACK-R).
 
-    values [M, W]; indices [M, W] uint16; counts [M] int32; n_cols = N. Paper: figure 1. (Indices
-    are int32 where n_cols > 65,536, which only `Hybrid.transpose` makes.)
+    values [M, W]; indices [M, W] uint16; counts [M] int32; n_cols = N. Paper: figure 1.
     """
 
     values: Tensor
     indices: Tensor
     counts: Tensor
     n_cols: int
-
-    def __post_init__(self) -> None:
-        shape = tuple(self.values.shape)
-        if len(shape) != 2:
-            raise ValueError(f"values has shape {shape}, expected [rows, width]")
-        indices = shape, self._index_dtype(self.n_cols)
-        counts = shape[:1], torch.int32
-        self._check_parts(values=(shape, *DTYPES), indices=indices, counts=counts)
-
-    @staticmethod
-    def _index_dtype(n_cols: int) -> torch.dtype:
-        return torch.uint16 if n_cols <= MAX_COLUMNS else torch.int32
 
     @classmethod
     def pack(cls, dense: Tensor, width: int | None = None) -> ELL:
@@ -184,7 +162,7 @@ class ELL(SparseRows):
     @classmethod
     def _from_entries(cls, entries: Entries, shape: tuple[int, int], width: int) -> ELL:
         values, columns, counts = pack_rows(*entries, shape[0], width)
-        return cls(values, columns.to(cls._index_dtype(shape[1])), counts, shape[1])
+        return cls(values, columns.to(torch.uint16), counts, shape[1])
 
     @property
     def shape(self) -> tuple[int, int]:
