@@ -26,7 +26,7 @@ from twell.config import TrainConfig
 from twell.models import load_stock
 from twell.trace.watch import same_length
 from twell.train import run_text
-from twell.train.samples import teacher_hash
+from twell.train.text import teacher_hash
 
 # As in twell/tasks/local; of the other tasks the query alone.
 PROMPTS = dict.fromkeys(

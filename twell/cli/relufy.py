@@ -24,8 +24,7 @@ def command(
 ) -> None:
     """Exchange the SiLU of a pretrained model for ReLU, and let it learn from the original.
 
-    An L1 term rises until the wanted share of neurons is active. Without a source the original
-    writes the text.
+    An L1 term rises until the wanted share of neurons is active.
     """
     from twell.train import relufy_config, train
 

@@ -12,7 +12,6 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
     dead            dead neurons: windows and remedies
     steer           steers activity to the wanted share
     relufy          a pretrained model that learns from itself, with ReLU
-    samples         the text that this model writes
     checkpoint      the last two checkpoints
 
 The public functions load at first use.
@@ -26,7 +25,7 @@ __getattr__, __dir__, __all__ = hand_on(
         "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
         ".build": "Log activity_columns",
         ".dead": "DeadWindow balance reinitialize",
-        ".relufy": "Student fit_down relufy_config",
+        ".relufy": "Student relufy_config",
         ".start": "train",
         ".text": "evaluate run_text text_hashes",
     },

@@ -37,10 +37,8 @@ from twell.train.build import (
 )
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
-from twell.train.relufy import fit_down
-from twell.train.samples import teacher_hash
 from twell.train.steer import Steering
-from twell.train.text import check_inputs, evaluate, text_hashes
+from twell.train.text import check_inputs, evaluate, teacher_hash, text_hashes
 
 
 class Run:
@@ -64,8 +62,6 @@ class Run:
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.checkpoints = Checkpoints(folder, main=self.main)
         self.resume, self.continues = resume, resume and self.checkpoints.exist()
-        if config.fit_tokens and not self.continues:
-            self.fit()
         path = "union" if config.precision == "bf16" else None  # the kernels take 16-bit inputs
         self.sparse = SparseTraining(self.model, path=path)
         prepare_layers(self.model, config, self.sparse)
@@ -86,21 +82,6 @@ class Run:
         # Since the last row: sums of the losses and the gradient norm.
         self.sums = torch.zeros(len(self.losses) + 1, device=self.device)
         self.active = 0.0  # mean active neurons a token and layer, in the last row
-
-    def fit(self) -> None:
-        """Fit a student's down projections to the first `fit_tokens` tokens of the text."""
-        config = self.config
-        share = max(1, config.batch_tokens // config.context // self.world)
-        micro = min(config.micro_batch or share, share)
-        number = math.ceil(config.fit_tokens / (config.context * micro * self.world))
-        firsts = [(batch * self.world + self.rank) * micro for batch in range(number)]
-        tokens = [self.blocks.draw(range(first, first + micro)) for first in firsts]
-        self.say(f"{self.folder.name}  fits its down projections to {config.fit_tokens} tokens")
-        with self.autocast():
-            batches = [ids.to(self.device) for ids in tokens]
-            list(fit_down(self.model, batches, self.accelerator.reduce))
-        if config.balance_every:
-            balance(self.model)
 
     def train(self) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
