@@ -16,7 +16,7 @@ Importing this package registers SparseLlamaForCausalLM with transformers' `Auto
 from twell.models.adapters import Adapter, register_adapter
 from twell.models.convert import SPARSIFIABLE, densify, last_norm, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
-from twell.models.l1 import MASKED, collect_l1, l1_by_layer, with_l1
+from twell.models.l1 import collect_l1, l1_by_layer, with_l1
 from twell.models.llama import (
     SparseCausalLMOutput,
     SparseLlamaConfig,

@@ -102,9 +102,6 @@ def _in_transformers(name: str) -> str:
 
 
 ADAPTERS = {_in_transformers(name): adapter for name, adapter in BUILT_IN.items()}
-REFUSED = {
-    _in_transformers("bitnet.BitNetMLP"): "normalises h before its down projection",
-}
 KNOWN = {nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu", ReLUSquaredActivation: "relu2"}
 KNOWN_NAMES = "nn.ReLU, nn.Threshold, F.relu, torch.relu and transformers' ReLUSquaredActivation"
 
@@ -125,17 +122,7 @@ def _name(kind: type) -> str:
 
 
 def _adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter of a module. Raises ValueError where its class cannot be replaced."""
-    for kind in type(module).__mro__:
-        name = _name(kind)
-        if name in REFUSED:
-            raise ValueError(f"a {name} {REFUSED[name]}, which SparseFFN does not compute")
-        if name in ADAPTERS and kind is not type(module):
-            own = f"a feed-forward module is a {_name(type(module))}, not a {name}"
-            raise ValueError(f"{own}; sparsify before sharding, or register_adapter that class")
-        if name in ADAPTERS:
-            return ADAPTERS[name]
-    return None
+    return ADAPTERS.get(_name(type(module)))
 
 
 # --- finding them
@@ -274,5 +261,4 @@ class Replaced:
     """What a SparseFFN computes for: a module, which it replaces or which holds it."""
 
     adapter: Adapter
-    stride: tuple[int, ...] | None = None  # of the down weight; None where that is not plain
     module: nn.Module | None = None  # the replaced one

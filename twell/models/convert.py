@@ -157,7 +157,7 @@ def _around(site: Site) -> SparseFFN:
     """Return a SparseFFN that shares the projections of a module; ReLU for what `check` reports."""
     module, adapter, act = site.module, site.adapter, site.activation or RELU
     names = {ours: own for ours, own in zip(PARTS, adapter.projections, strict=True) if own}
-    down, up = getattr(module, adapter.down), getattr(module, adapter.up)
+    up = getattr(module, adapter.up)
     sizes = up.in_features, up.out_features
     options = {"activation": act.name, "threshold": act.threshold, "gated": bool(adapter.gate)}
     if adapter.renamed:
@@ -171,8 +171,7 @@ def _around(site: Site) -> SparseFFN:
             setattr(ffn, name, getattr(module, name))
         if adapter.dropout is not None:
             ffn.h_dropout = getattr(module, adapter.dropout)
-    stride = down.weight.stride() if is_plain(down) else None
-    ffn.replaced = Replaced(adapter, stride, None if adapter.renamed else module)
+    ffn.replaced = Replaced(adapter, None if adapter.renamed else module)
     ffn.training = module.training
     return ffn
 
@@ -208,8 +207,7 @@ def hand_mover(giver: nn.Module, taker: nn.Module) -> None:
 @torch.no_grad()
 def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
     """Undo `_replace`, with the present projections and hooks."""
-    adapter, stride, module = ffn.replaced.adapter, ffn.replaced.stride, ffn.replaced.module
-    down, shape = ffn.down_proj, (ffn.hidden_size, ffn.intermediate_size)
+    adapter, module, down = ffn.replaced.adapter, ffn.replaced.module, ffn.down_proj
     if module is None:
         module = owner
         delattr(module, SLOT)
@@ -225,12 +223,7 @@ def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
     if Site(owner, name, module, adapter).activation is None:
         setattr(module, adapter.act, nn.ReLU())
     for parameter in down.parameters():  # peft's adapters may stand around the weight
-        if parameter.shape == shape:
-            data = parameter.data
-            if stride is None:
-                parameter.data = data.contiguous()
-            elif data.stride() != stride:
-                parameter.data = data.new_empty_strided(shape, stride).copy_(data)
+        parameter.data = parameter.data.contiguous()
 
 
 # --- what is refused
@@ -328,7 +321,9 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
         for training in (False, True):
             for module in modules:
                 module.training = training
-            x, expected = _expected(site.module, _random((1, 4, ffn.hidden_size), weight))
+            x = _random((1, 4, ffn.hidden_size), weight)
+            with _seeded(x):
+                expected = _expected(site.module, x)
             with _seeded(x):
                 result = ffn.forward(x).double()
             error = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -368,18 +363,14 @@ def _seeded(x: Tensor) -> Iterator[None]:
         yield
 
 
-def _expected(module: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens [1, M, K], or [M, K] where the module takes rows alone, and its fp64 result."""
-    kind, problem = type(module).__name__, None
-    for tokens in (x, x[0]):
-        try:
-            with _seeded(x):
-                y = module.forward(tokens)
-        except Exception as error:
-            problem = problem or error
-            continue
-        if not isinstance(y, Tensor) or y.shape != tokens.shape:
-            given = getattr(y, "shape", type(y).__name__)
-            raise ValueError(f"a {kind} returns {given} for {tuple(tokens.shape)} values")
-        return tokens, y.double()
-    raise ValueError(f"a {kind} cannot compute {tuple(x.shape)} values: {problem}") from problem
+def _expected(module: nn.Module, x: Tensor) -> Tensor:
+    """Return the result of a module in fp64. Raises ValueError where it has none for x."""
+    kind = type(module).__name__
+    try:
+        y = module.forward(x)
+    except Exception as error:
+        raise ValueError(f"a {kind} cannot compute {tuple(x.shape)} values: {error}") from error
+    if not isinstance(y, Tensor) or y.shape != x.shape:
+        given = getattr(y, "shape", type(y).__name__)
+        raise ValueError(f"a {kind} returns {given} for {tuple(x.shape)} values")
+    return y.double()
