@@ -298,7 +298,7 @@ def test_bad_input_is_named():
         ("union", 40_000_000, tensors, "capacity=40000000 for 70"),
         ("union", 2**31 - 31, one, f"capacity={2**31 - 31} for 1"),
         ("union", 8, tensors | {"token_mask": torch.ones(3, device=DEVICE)}, r"\(3,\)"),
-        ("union", 8, tensors | {"x": tensors["x"][:0]}, "no token"),
+        ("union", 8, tensors | {"x": tensors["x"][:0]}, "for 0 tokens"),
         ("hybrid", 8, tensors | {"act": get_activation("relu2")}, "'relu2'"),
     ):
         with pytest.raises(ValueError, match=value):

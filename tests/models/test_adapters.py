@@ -311,7 +311,5 @@ def test_activation_checkpointing_computes_again_in_the_same_order(monkeypatch):
 
 
 def test_models_that_have_no_order():
-    with pytest.raises(ValueError, match="Sequential"):
-        twell.order_tokens(torch.nn.Sequential(twell.SparseFFN(16, 32)))
     with pytest.raises(ValueError, match="offloaded"):
         twell.order_tokens(make().to("meta"))

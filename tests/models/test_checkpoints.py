@@ -171,7 +171,6 @@ OURS = [
     (change_config(hidden_size=...), r"config\.json has no hidden_size"),
     (change_config(hidden_size="wide"), "wide"),
     (index("{"), r"index\.json is not JSON"),
-    (index('{"weight_map": ["a"]}'), r"index\.json has no weight_map"),
     (write("model.safetensors", "x"), r"model\.safetensors is damaged or cut short"),
     (write("tokenizer.json", "{}"), r"tokenizer\.json"),
     (change_tensors(twice), r"gate_proj\.weight twice"),
@@ -179,7 +178,6 @@ OURS = [
 ]
 PAPER = [
     (change_config(torch_dtype="int8"), "dtype is 'int8'; expected one of bfloat16"),
-    (change_config(sparsity_use_hybrid_kernel="false"), "_kernel is 'false'"),
     (change_config(sparsity_l1_coeff=math.inf), "l1_coefficient is inf"),
     (change_config(quantization_config={"load_in_8bit": True}), "load_in_8bit"),
     (change_tensors(lambda tensors: tensors.pop(UP)), r"missing keys, such as .*mlp\.up_proj\.weight"),

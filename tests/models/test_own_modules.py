@@ -114,7 +114,7 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields):
     [
         (of_prosparse, GATED | {"activation": "relu"}, "Gated describes something else"),
         (Gated, SQUARED | {"activation": "relu"}, "'c_fc'"),
-        (Gated, {"up": "w1", "down": "w3", "activation": "relu"}, "features"),
+        (Squared, {"up": "c_proj", "down": "c_fc", "activation": "relu"}, "cannot compute"),
         (Squared, SQUARED, "act, .* or activation"),
         (Squared, SQUARED | {"activation": "relu3"}, "'relu3'"),
         (Squared, SQUARED | {"activation": "relu", "inline": True}, "inline"),

@@ -135,7 +135,7 @@ class TestAgainstLoops:
 
 
 @pytest.mark.parametrize("pack", PACKS)
-def test_wide_matrices_every_dtype_strides_and_devices(pack):
+def test_wide_matrices_every_dtype_and_strides(pack):
     dense = dense_matrix("sparse", (2, 65_536))
     dense[0, -1] = 1.5
     assert_unpacks(pack(dense), dense)
@@ -146,10 +146,6 @@ def test_wide_matrices_every_dtype_strides_and_devices(pack):
     dense = dense_matrix("heavy", (300, 40))
     packed = pack(dense.t())
     assert_unpacks(packed, dense.t().contiguous())
-    moved = packed.to("meta")
-    assert moved.shape == packed.shape and moved.nbytes == packed.nbytes
-    parts = [*vars(moved).values(), *vars(getattr(moved, "ell", moved)).values()]
-    assert all(part.is_meta for part in parts if isinstance(part, torch.Tensor))
 
 
 @pytest.mark.parametrize("cls", [TwELL, PackedTwELL])

@@ -18,7 +18,7 @@ from tests.kills import differences
 from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, load
-from twell.train import build, evaluate
+from twell.train import evaluate, loop
 from twell.train.dead import DeadWindow, balance, reinitialize
 
 
@@ -234,7 +234,7 @@ def compare(config, tmp_path, changes, rtol):
 
 @pytest.mark.parametrize("changes", [{"compile": True}, {"micro_batch": 5}])
 def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch, changes):
-    passes, plain = [], build.checkpoint
+    passes, plain = [], loop.checkpoint
 
     def counted(function, *args, **kwargs):
         def forward(*args, **kwargs):
@@ -243,7 +243,7 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch
 
         return plain(forward, *args, **kwargs)
 
-    monkeypatch.setattr(build, "checkpoint", counted)
+    monkeypatch.setattr(loop, "checkpoint", counted)
     # Inductor takes a minute. tests/gpu has it.
     compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)

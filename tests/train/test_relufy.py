@@ -19,8 +19,7 @@ from twell.export import export
 from twell.models import load
 from twell.sparse.training import SparseTraining
 from twell.train import Student, relufy, relufy_config, train
-from twell.train.build import prepare_layers
-from twell.train.loop import Run
+from twell.train.loop import Run, prepare_layers
 from twell.train.steer import Steering
 
 

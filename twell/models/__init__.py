@@ -25,10 +25,6 @@ from twell.models.llama import (
 )
 from twell.models.loading import (
     CALIBRATION,
-    DTYPES,
-    HYBRID,
-    NO_WEIGHTS,
-    SIZES,
     load,
     load_empty,
     load_stock,

@@ -37,8 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from twell.sparse.activations import RELU, Activation, add_bias, wide
-from twell.sparse.formats import TileUnion, TwELL
-from twell.sparse.rows import SparseRows, check_tensor
+from twell.sparse.formats import SparseRows, TileUnion, TwELL, check_tensor
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import results
 from twell.config import TrainConfig
-from twell.models import intervene, silence, sparse_ffns
+from twell.models import intervene, sparse_ffns
 from twell.trace.counter import Counter
 from twell.trace.records import Aggregate, Trace
 from twell.trace.texts import cut, encode, load_with_tokenizer, token_strings
@@ -209,9 +209,6 @@ def silenced_loss(
     gets a line every five seconds. Raises IndexError for a neuron that does not exist, ValueError
     when no token is predicted. Ours.
     """
-    for pair in neurons:
-        with silence(model, *pair):  # refuses a neuron that does not exist, before the work
-            pass
     traced = record(model, sequences, batch)
     starts = np.flatnonzero(traced.position == 0)
     predicted = np.diff(starts, append=traced.num_tokens) - 1  # tokens, by sequence

@@ -6,8 +6,7 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
 --fsdp_version 2`. The seed and the number of a step decide its text.
 
     start           `train`: holds the lock of the folder, checks it, runs the loop
-    loop            the run: steps, rows, validations, checkpoints
-    build           model, compilation, optimiser, rows of log.csv, Ctrl-C
+    loop            the run: model, optimiser, steps, rows, validations, Ctrl-C
     text            the tokens of a run and their hashes; loss and activity on held-out text
     dead            dead neurons: windows and remedies
     steer           steers activity to the wanted share
@@ -23,7 +22,7 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
-        ".build": "Log activity_columns",
+        ".loop": "Log activity_columns",
         ".dead": "DeadWindow balance reinitialize",
         ".relufy": "Student relufy_config",
         ".start": "train",
