@@ -111,7 +111,7 @@ def test_other_backends_and_precisions_follow_the_dense_one(tiny_config, tmp_pat
 
 
 def test_divergence_is_said(tiny_config, tmp_path, adamw_step):
-    with pytest.raises(FloatingPointError, match=r"learning_rate \(now 1e\+30\)"):
+    with pytest.raises(FloatingPointError, match="lower learning_rate"):
         train_changed(tiny_config, tmp_path / "run", learning_rate=1e30, tokens=8192)
     assert not results.load_run(tmp_path / "run")[0]["complete"]
 

@@ -195,11 +195,6 @@ def test_models_that_do_not_fit(config, tmp_path, tiny_text):
         train(small, tmp_path / "run", quiet=True)
     folder = write_pretrained(tmp_path / "model", tiny_text)
     given, weights = config("tokens=1024", model=folder), folder / "model.safetensors"
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.lm_head.weight.data[3, 4] = float("nan")
-    model.save_pretrained(folder)
-    with pytest.raises(ValueError, match=r"lm_head\.weight of the teacher .* is not finite"):
-        train(given, tmp_path / "run", quiet=True)
     weights.write_bytes(weights.read_bytes()[:5000])
     with pytest.raises(ValueError, match="model cannot be loaded"):
         train(given, tmp_path / "run", quiet=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option, say
+from twell.cli.common import OUTPUT, RUNS, Overrides, Overwrite, Resume, option
 from twell.cli.train import end_processes
 
 EXAMPLE = "twell relufy HuggingFaceTB/SmolLM2-135M source=texts.jsonl active_share=0.1"
@@ -28,7 +28,7 @@ def command(
     """
     from twell.train import relufy_config, train
 
-    config = relufy_config(model, overrides or (), say)
+    config = relufy_config(model, overrides or ())
     out = out or RUNS / f"{Path(model).name}-relu-{config.active_share:g}"
     train(config, out, overwrite=overwrite, resume=resume)
     end_processes()

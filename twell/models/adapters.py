@@ -158,19 +158,19 @@ def sites(model: nn.Module) -> list[Site]:
     """Return the feed-forward layers that are not sparse yet, in order; refuse wrapped ones."""
     if (whole := _adapter_of(model)) is not None and not whole.inline:
         raise ValueError(f"{type(model).__name__} is itself the layer to replace")
-    result: dict[tuple[int, str], Site] = {}  # several owners may hold one module
+    result: list[Site] = []
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
-            if module is None or SLOT in module._modules:
-                continue
-            if (adapter := _adapter_of(module)) is None:
+            adapter = None if module is None else _adapter_of(module)
+            if adapter is None or SLOT in module._modules:
                 continue
             if name in WRAPPED:
                 wrapper = f"a {type(module).__name__} is wrapped in a {type(owner).__name__}"
                 raise ValueError(f"{wrapper}; sparsify before")
-            place = (id(module), SLOT) if adapter.renamed else (id(owner), name)
-            result[place] = Site(owner, name, module, adapter)
-    return list(result.values())
+            if adapter.renamed and any(site.module is module for site in result):
+                continue  # several owners hold it
+            result.append(Site(owner, name, module, adapter))
+    return result
 
 
 # --- computing in a module that stays

@@ -85,21 +85,18 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
             f"{', '.join(SPARSIFIABLE)}, and twell.register_adapter describes others"
         )
     config, compared = getattr(base, "config", None), set()
-    ffns: dict[int, SparseFFN] = {}  # by module, which may be in several places
     changes = {(check(site, config, relufy=relufy), site.adapter.config) for site in sites}
-    for site in sites:
-        if id(site.module) in ffns:
-            continue
-        ffns[id(site.module)] = ffn = _around(site)
+    ffns = [_around(site) for site in sites]
+    for site, ffn in zip(sites, ffns, strict=True):
         built_in = any(site.adapter is one for one in adapters.BUILT_IN.values())
         known = built_in and type(site.module) in compared  # others may differ in a class
         if site.activation is not None and not known:
             check_same(site, ffn)
             compared.add(type(site.module))
-    for ffn in (*present, *ffns.values()):
+    for ffn in (*present, *ffns):
         ffn.backend = backend
-    for site in sites:
-        _replace(site, ffns[id(site.module)])
+    for site, ffn in zip(sites, ffns, strict=True):
+        _replace(site, ffn)
     apply_activity(sparse_ffns(base), getattr(config, ACTIVITY, None))
     for activation, field in changes:
         if activation is not None:

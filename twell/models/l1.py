@@ -160,17 +160,12 @@ def means(
         # No product: inf and NaN at padding positions must not reach the sum.
         per_token = torch.where(token_mask != 0, per_token, 0.0)
     total = counted if num_tokens is None else num_tokens
-    return per_token.flatten(1).sum(1) / divisor(total, counted)
+    return per_token.flatten(1).sum(1) / divisor(total, per_token)
 
 
-def divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
-    """Return `total`, plus 1 where nothing is counted: a mean and its gradients are then 0."""
-    if not isinstance(total, Tensor) and total != 0:  # saves a copy to the device
-        return total
-    nothing = counted == 0
-    if isinstance(total, Tensor) and isinstance(nothing, Tensor):
-        total = total.to(nothing.device)
-    return total + nothing
+def divisor(total: Tensor | int, like: Tensor) -> Tensor | int:
+    """Return `total` on a device, at least 1: a mean of nothing and its gradients are then 0."""
+    return total.to(like.device).clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
 
 
 def token_mask(attention_mask: object, inputs: Tensor | None) -> Tensor | None:

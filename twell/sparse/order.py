@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from twell.sparse.observe import Result
 
@@ -42,36 +41,15 @@ class TokenOrder(NamedTuple):
 
     def take(self, rows: Tensor) -> Tensor:
         """Return the rows [M, K] in this order."""
-        return _take(rows, self.order, self.places)
+        return rows.index_select(0, self.order)
 
     def undo(self, result: Result) -> Result:
         """Return the result of rows in this order for tokens as they were given.
 
         Counts of active neurons keep the order; statistics do not depend on it.
         """
-        l1 = None if result.l1 is None else _take(result.l1, self.places, self.order)
-        y = _take(result.y, self.places, self.order)
-        return result._replace(y=y, l1=l1, hidden=None)
-
-
-def _take(rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return _Take.apply(rows, order, places)
-    return rows.index_select(0, order)
-
-
-class _Take(Function):
-    """rows[order], whose gradient is a gather too; torch would add rows up atomically."""
-
-    @staticmethod
-    def forward(ctx, rows: Tensor, order: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(order, places)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        order, places = ctx.saved_tensors
-        return _take(gradient, places, order), None, None
+        l1 = None if result.l1 is None else result.l1.index_select(0, self.places)
+        return result._replace(y=result.y.index_select(0, self.places), l1=l1, hidden=None)
 
 
 def similar_side_by_side(vectors: Tensor, clusters: int = 64, rounds: int = 8) -> Tensor:

@@ -88,9 +88,6 @@ class Student(nn.Module):
         """Return the student of a configuration, with its teacher on `device`."""
         kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
         teacher = load_stock(config.teacher, kind).to(device)
-        for name, weight in teacher.named_parameters():
-            if not weight.isfinite().all():
-                raise ValueError(f"{name} of the teacher {config.teacher} is not finite")
         teacher.requires_grad_(False).eval()
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change the weights little
@@ -236,9 +233,7 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
 # --- from a model to a configuration
 
 
-def relufy_config(
-    name: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = print
-) -> TrainConfig:
+def relufy_config(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Return the configuration that relufies a model: configs/relufy.yaml with the model's sizes.
 
     name: a folder, a run, or a name on the hub, of a type in RELUFIABLE. overrides: fields as
@@ -276,6 +271,4 @@ def relufy_config(
     if loaded.threshold and config.model_type not in LLAMAS:
         kind = f"the teacher is a {config.model_type}; only a Llama can save a threshold"
         raise ValueError(f"threshold is {loaded.threshold}, and {kind}")
-    if config.hidden_act == "relu":
-        say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
     return loaded
