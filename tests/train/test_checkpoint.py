@@ -229,6 +229,7 @@ REFUSED = [  # what is in the folder, options, the error and what it names
     ("nothing", {"resume": True}, FileNotFoundError, "no run to resume"),
     ("run", {}, FileExistsError, "already holds a run"),
     ("run", {"overwrite": True, "source": "nothing.txt"}, FileNotFoundError, "nothing.txt"),
+    ("nothing", {"intermediate_size": 10**12}, MemoryError, "GiB"),
     ("link to nothing", {}, FileExistsError, "run"),
     ("a config.yaml alone", {"overwrite": True}, FileExistsError, "provenance.json"),
     ("no provenance.json", {"resume": True}, FileExistsError, "provenance.json"),

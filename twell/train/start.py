@@ -41,9 +41,10 @@ def train(
     once. Raises FileNotFoundError where there is no run to resume. Raises FileExistsError when the
     folder holds something else, another process trains in it, or it holds a run and neither
     `resume` nor `overwrite` is set. Raises ValueError for a run of another configuration or with
-    damaged checkpoints.
+    damaged checkpoints, and MemoryError for weights that do not fit this machine.
     """
     folder = Path(folder)
+    _check_memory(config)
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         # By default Accelerate would gather all layers at once, until the backward pass is over.
         os.environ.setdefault("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
@@ -127,6 +128,15 @@ def _check_folder(config: TrainConfig, folder: Path, overwrite: bool, resume: bo
     if state != "nothing" and not (resume or overwrite):
         choice = "choose another folder, --resume or --overwrite it"
         raise FileExistsError(f"{folder} already holds a run; {choice}")
+
+
+def _check_memory(config: TrainConfig) -> None:
+    """Refuse weights that exceed this machine's memory: allocating them can halt it."""
+    projections = (3 if config.gated else 2) * config.intermediate_size + 4 * config.hidden_size
+    weights = config.hidden_size * (config.vocab_size + config.num_layers * projections)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if 4 * weights > memory:
+        raise MemoryError(f"{weights:.3g} weights in fp32, and {memory / 2**30:.3g} GiB of memory")
 
 
 def check_shares(config: TrainConfig, processes: int, sharded: bool) -> None:
