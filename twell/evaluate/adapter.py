@@ -27,7 +27,7 @@ from twell.measure.quantized import Linears
 from twell.models import load_stock, read_json, resolve
 from twell.sparse.layer import SparseFFN
 from twell.trace import load_with_tokenizer
-from twell.trace.watch import Progress
+from twell.trace.tracing import Progress
 from twell.train.relufy import RELUFIABLE
 
 # "auto" starts here on a GPU; lm-eval halves it until it fits. Each trial runs five batches of the

@@ -21,7 +21,7 @@ from twell.evaluate.adapter import CPU_BATCH_SIZE, LM, find_device, quietly
 from twell.evaluate.tasks import held_out_texts, load_tasks, task_facts, task_names
 from twell.measure.providers import FP8
 from twell.models import check_llama, num_weights, resolve
-from twell.trace.watch import score
+from twell.trace.tracing import score
 from twell.train.text import evaluate as validate
 
 # lm-eval would take the commit of the working folder, and git complains where there is none.

@@ -23,7 +23,7 @@ from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
 from twell.sparse import float8
 from twell.sparse.layer import SparseFFN
-from twell.trace.watch import Progress, score
+from twell.trace.tracing import Progress, score
 
 DRAWS = 2000  # bootstrap samples
 

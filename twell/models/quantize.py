@@ -39,7 +39,7 @@ def quantize_(
     config = config or Float8DynamicActivationFloat8WeightConfig()
     if not isinstance(config, Float8DynamicActivationFloat8WeightConfig):
         kind = f"{type(config).__module__}.{type(config).__name__}"
-        raise ValueError(f"config is a {kind}; expected twell.Float8DynamicActivationFloat8WeightConfig")
+        raise ValueError(f"config is a {kind}; expected twell's own configuration")
     ffns = sparse_ffns(module)
     if hasattr(module, "config") and (other := _other(module)) is not None:
         raise ValueError(f"the model is quantised by {type(other).__name__} already")

@@ -17,8 +17,8 @@ nn.Linear stores them); w_down [K, N]; b_gate and b_up [N]; b_down [K]. A layer 
 non-gated. All functions raise ValueError for shapes that do not fit.
 
 Precision: sums are in fp32 (fp64 inputs stay fp64). Values are rounded to x.dtype where a kernel
-stores them: g, and in training u, h, du and dg, in the union kernels also dh. The fused inference kernel does
-not store u and h.
+stores them: g, and in training u, h, du and dg, in the union kernels also dh. The fused inference
+kernel does not store u and h.
 
 Non-finite values: a NaN in a row of x reaches that row of y and no other, since a NaN gate counts
 as active. An inf or NaN in weights of a neuron that is inactive for a token does not reach the
