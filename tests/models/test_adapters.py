@@ -286,7 +286,7 @@ def test_a_model_with_similar_tokens_side_by_side_computes_the_same(kind, monkey
         if kind != "t5":  # whose decoder sees fewer tokens, behind the encoder
             places = ordered.places[inputs["input_ids"].reshape(-1)]
             assert torch.equal(ffns[0].token_order.order, places.argsort(stable=True))
-            assert all(ffn.token_order is ffns[0].token_order for ffn in ffns)
+            assert all(ffn.token_order.order is ffns[0].token_order.order for ffn in ffns)
         model(**inputs_of(model, tokens(1, 8)))
         assert all(ffn.token_order is None for ffn in ffns)  # too few to gain
         model(**inputs)

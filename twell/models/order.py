@@ -29,19 +29,16 @@ class OrderedTokens:
         self._handles = [module.register_forward_pre_hook(self) for module in modules]
 
     def __call__(self, embedding: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        ids, orders = inputs[0].detach().reshape(-1), {}
+        ids, order = inputs[0].detach().reshape(-1), None
         if len(ids) >= MIN_TOKENS:
             if self.places.device != ids.device:
                 self.places = self.places.to(ids.device)
             known = ids.clamp(max=len(self.places) - 1)  # the embedding may have grown
-            orders[ids.device] = TokenOrder.by(self.places[known])
+            order = TokenOrder.by(self.places[known])
         elif torch.is_grad_enabled():
             return  # activation checkpointing recomputes layers of a longer pass in their order
         for ffn in self.ffns:
-            device = ffn.device
-            if orders and device not in orders:
-                orders[device] = orders[ids.device].to(device)
-            ffn.token_order = orders.get(device)
+            ffn.token_order = None if order is None else order.to(ffn.device)
 
     def remove(self) -> None:
         for handle in self._handles:

@@ -105,12 +105,6 @@ class SparseTraining:
         self._running: object = None  # identifies the attempts under way
         self._decide()
 
-    def __enter__(self) -> SparseTraining:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def allow_recompiling(self) -> None:
         """Let torch.compile make the code that changing layers need, for the whole process.
 

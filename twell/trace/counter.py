@@ -1,9 +1,10 @@
 """Counts the activity of a model, and chooses the places in the text that show a neuron.
 
 `Counter` observes a first run of `tracing.watch`: exact counts, the strongest firings of each
-neuron and an even sample of them. `Near` observes a second run: the values at the tokens around these places.
-`Counter.finish` keeps as many places, and as many words around them, as the file may have. Neither
-batches nor the device change the counts. The samples depend on seed and order of tokens.
+neuron and an even sample of them. `Near` observes a second run: the values at the tokens around
+these places. `Counter.finish` keeps as many places, and as many words around them, as the file may
+have. Neither batches nor the device change the counts. The samples depend on seed and order of
+tokens.
 """
 
 from __future__ import annotations
