@@ -243,17 +243,9 @@ def sparse_class(kind: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
             return kind.forward(_Inside(self, adapter), *args, **kwargs)
         return ffn(*args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: int) -> tuple:
-        return _new_sparse, (kind, adapter), vars(self)
-
-    fields = {"forward": forward, "__reduce_ex__": reduce, "_dense_class": kind}
+    fields = {"forward": forward, "_dense_class": kind}
     about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind)(kind.__name__, (kind,), fields | about)
-
-
-def _new_sparse(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
-    """Return an empty module of a class that cannot be imported, for copies and pickles."""
-    return object.__new__(sparse_class(kind, adapter))
 
 
 @dataclass
