@@ -24,9 +24,9 @@ from study import analysis
 from twell import corpus, results, trace
 from twell.config import TrainConfig
 from twell.models import load_stock
-from twell.trace.watch import same_length
+from twell.trace.tracing import same_length
 from twell.train import run_text
-from twell.train.samples import teacher_hash
+from twell.train.text import teacher_hash
 
 # As in twell/tasks/local; of the other tasks the query alone.
 PROMPTS = dict.fromkeys(

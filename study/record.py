@@ -109,7 +109,10 @@ def training(name: str) -> list[str]:
     subject = words[words.index(kind) + 1]
     if kind == "relufy":
         config = yaml.safe_load((RECORDED / base / "config.yaml").read_text(encoding="utf-8"))
-        subject, fields["fit_tokens"] = "{model}", str(config.get("fit_tokens", 0))
+        if config.get("fit_tokens") or config.get("sampled_share"):
+            raise ValueError(f"{base} has a fit or samples, which twell has no more; see its commit")
+        subject = "{model}"
+        fields.pop("fit_tokens", None)
         if "tokens" in new:  # stages and rows of the log in proportion
             stage = round(float(new["tokens"]) / 1e6)
             fields |= {"valid_every": str(3 * stage), "log_every": str(math.gcd(stage, 40))}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import types
@@ -21,7 +20,6 @@ from typing import TYPE_CHECKING
 import yaml
 
 if TYPE_CHECKING:
-    import numpy as np
     from transformers import PreTrainedTokenizerFast
 
     from twell.corpus import Blocks, Stream
@@ -77,11 +75,6 @@ class TrainConfig:
     threshold: float = 0.0  # a neuron is active where its gate is above
     # `twell relufy` (twell/train/relufy.py): a student of a teacher, which decides its sizes
     teacher: str | None = None
-    sampled_tokens: int = 2**20  # that the teacher writes, without a source or for sampled_share
-    sampled_share: float = 0.0  # of the training text; source has the rest
-    sampled_chat: bool = False  # it writes conversations, after the header of its chat template
-    samples: str | None = None  # the file of its text in `cache_folder`
-    fit_tokens: int = 0  # for a fit of the student's down projections before training; 0: none
     hidden_weight: float = 0.0  # in the loss, of the distance between the models' hidden states
     # Steering activity: see twell/train/steer.py
     active_share: float = 0.0  # wanted share of active neurons; 0: no steering
@@ -117,8 +110,8 @@ class TrainConfig:
                 yield f"{name} {value} is no multiple of {divisor} {part}"
         if self.source.startswith("hf:") and self.valid_source is not None:
             yield f"valid_source is {self.valid_source}; a stream holds out its first documents"
-        if 0 < self.fit_tokens < (least := FIT_NEEDS * self.intermediate_size):
-            yield f"fit_tokens is {self.fit_tokens}; fewer than {least} may do harm; 0 is no fit"
+        if self.hidden_weight and self.teacher is None:
+            yield f"hidden_weight is {self.hidden_weight}; only `twell relufy` has a teacher"
         act = f"{self.activation} above {self.threshold}" if self.threshold else self.activation
         if self.balance_every and not self.gated and act != "relu":
             yield f"balance_every is {self.balance_every}; without a gate it needs relu, not {act}"
@@ -163,6 +156,7 @@ class TrainConfig:
         if Path(name).is_file() and (Path(name).parent / "provenance.json").is_file():
             # Runs of versions without this field parsed special tokens.
             fields.setdefault("parse_special", True)
+            fields = {key: value for key, value in fields.items() if key not in _GONE}
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
@@ -209,31 +203,16 @@ class TrainConfig:
                 parse_special=self.parse_special,
             )
             return tokenizer, stream, corpus.Blocks(stream.valid, self.context)
-        options = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
-        prepare = functools.partial(corpus.prepare, cache=cache_folder(), **options)
-        fields = {"valid_source": self.valid_source, "parse_special": self.parse_special}
-        text = prepare(self.source, **fields)
-        train = self._mixed(text.train, prepare) if self.sampled_share else text.train
+        text = corpus.prepare(
+            self.source,
+            vocab_size=self.vocab_size,
+            cache=cache_folder(),
+            valid_source=self.valid_source,
+            tokenizer=self.tokenizer,
+            parse_special=self.parse_special,
+        )
         valid = corpus.Blocks(text.valid[: self.valid_tokens], self.context)
-        return text.tokenizer, corpus.Blocks(train, self.context, self.seed), valid
-
-    def _mixed(self, train: np.ndarray, prepare: Callable) -> np.ndarray:
-        """Append the teacher's samples, repeated or cut to `sampled_share` of the result."""
-        import numpy as np
-
-        path = cache_folder() / str(self.samples)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"{path}, the samples of this run's teacher, is missing: put it back, or set "
-                "TWELL_CACHE to the folder that has it"
-            )
-        fields = {
-            "valid_source": self.valid_source or str(path),  # so that no sample is held out
-            "parse_special": self.parse_special or self.sampled_chat,
-        }
-        written = prepare(str(path), **fields).train
-        number = round(len(train) * self.sampled_share / (1 - self.sampled_share))
-        return np.concatenate([train, np.resize(written, number)])
+        return text.tokenizer, corpus.Blocks(text.train, self.context, self.seed), valid
 
     def model_config(self, **special_tokens: int | None) -> SparseLlamaConfig:
         """Return the model's own configuration."""
@@ -280,16 +259,17 @@ def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
 
 
 _TYPES = typing.get_type_hints(TrainConfig)
-FIT_NEEDS = 4  # tokens for each neuron
+# Fields of the last version, in recorded runs
+_GONE = "sampled_tokens sampled_share sampled_chat samples fit_tokens".split()
 _DIVISORS = {"batch_tokens": "context", "checkpoint_every": "log_every"}
 _POSITIVE = (
     "vocab_size context hidden_size intermediate_size num_layers num_heads tokens batch_tokens "
     "learning_rate max_grad_norm dead_window_tokens log_every valid_every rope_theta adam_epsilon "
-    "l1_stage_steps sampled_tokens"
+    "l1_stage_steps"
 )
 _NOT_NEGATIVE = (
     "l1_coefficient warmup_steps weight_decay seed l1_zero_steps l1_warmup_steps "
-    "checkpoint_every balance_every threshold fit_tokens hidden_weight"
+    "checkpoint_every balance_every threshold hidden_weight"
 )
 # Fields, the test of their values (which NaN fails), and what they have to do.
 _RULES: list[tuple[str, Callable, str]] = [
@@ -301,10 +281,9 @@ _RULES: list[tuple[str, Callable, str]] = [
     ("seed", lambda x: x < 2**32, "be below 2^32"),
     ("context", lambda x: x >= 2, "be at least 2, so that a token is predicted"),
     ("reinit active_share", lambda x: 0 <= x <= 1, "be a share, from 0 to 1"),
-    ("sampled_share", lambda x: 0 <= x <= 0.9, "be a share, from 0 to 0.9"),
     ("l1_growth", lambda x: 1 < x <= 100, "be above 1, and 100 at most"),
     ("precision", lambda x: x in ("fp32", "bf16"), "be 'fp32' or 'bf16'"),
-    ("source valid_source tokenizer teacher samples", lambda x: x != "", "name something"),
+    ("source valid_source tokenizer teacher", lambda x: x != "", "name something"),
 ]
 
 

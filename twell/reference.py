@@ -1,4 +1,3 @@
-"""The layer in plain torch: the public name of twell.sparse.reference and hybrid_reference."""
+"""The layer in plain torch: the public name of twell.sparse.reference."""
 
-from twell.sparse.hybrid_reference import *  # noqa: F403
 from twell.sparse.reference import *  # noqa: F403

@@ -5,7 +5,7 @@ those of hybrid.py.
 
     a, g, u, h, du, dg  [rows, N], dense    x, y, dy, dx  [M, K], read and written by owners
 
-Paper: App. B.2, dense backup. Reference: twell.sparse.hybrid_reference.ffn_forward, ffn_backward.
+Paper: App. B.2, dense backup. Reference: that of hybrid.py.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ number of earlier tokens for which the neuron is active, from a bit matrix. So e
 order of tokens, and no sum depends on the order of the programs.
 
 Paper: App. B.2, conversion to the hybrid format.
-Reference: twell.sparse.hybrid_reference.to_hybrid.
+Reference: twell.sparse.formats.Hybrid.
 """
 
 from __future__ import annotations

@@ -99,27 +99,6 @@ def assert_same(result, expected):
         assert torch.equal(result[name].cpu(), tensor.cpu()), name
 
 
-def square(mask):
-    """The mask [B, 1, S, S] of a mask [B, S]: True where a query may attend to a key."""
-    size, real = mask.shape[1], mask != 0
-    causal = torch.ones(size, size, dtype=torch.bool).tril()
-    return causal & real[:, None, None, :] & real[:, None, :, None]
-
-
-def additive(mask, masked):
-    allowed = square(mask)
-    return torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, masked)
-
-
-MASKS = {
-    "bool": lambda mask: square(mask).expand(-1, 4, -1, -1),
-    "min": lambda mask: additive(mask, torch.finfo(torch.float64).min),
-    "biased": lambda mask: additive(mask, -1e9) - 3.0 * torch.rand(4, 1, 1),
-    "one row": lambda mask: (mask != 0)[:, None, None, :],
-    "2-D": lambda mask: mask,
-}
-
-
 PAPER_CONFIG = {
     **{"architectures": ["LlamaSparse"], "vocab_size": VOCAB, "hidden_size": 32},
     **{"intermediate_size": 4 * 32, "num_hidden_layers": 3, "num_attention_heads": 4},

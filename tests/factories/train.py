@@ -75,7 +75,7 @@ def stream_config(config, text, folder):
 # Fields of a short training of `twell relufy`.
 BRIEF = "context=32 batch_tokens=512 micro_batch=null precision=fp32 valid_tokens=512 "
 BRIEF += "learning_rate=3e-3 log_every=5 valid_every=20 warmup_steps=2 checkpoint_every=0 "
-BRIEF += "fit_tokens=0 l1_zero_steps=0"
+BRIEF += "l1_zero_steps=0"
 BRIEF = BRIEF.split()
 
 

@@ -19,7 +19,7 @@ from twell import SparseFFN, SparseTraining
 from twell.kernels import entries, training, weight_gradients
 from twell.kernels.common import Gradients
 from twell.kernels.paper import hybrid, hybrid_format
-from twell.sparse import hybrid_reference, training_ops
+from twell.sparse import reference, training_ops
 from twell.sparse.activations import get_activation
 
 slow = pytest.mark.slow
@@ -211,8 +211,8 @@ def test_a_row_that_is_not_finite_is_that_of_the_reference(gated, value):
             w[:, 7] = torch.arange(20, device=DEVICE) % 2 * 2 - 1
     t["x"][1, 7] = step.dy[2, 7] = value
     _, results = step.run(40)
-    *expected, saved = hybrid_reference.ffn_forward(**t)
-    gradients = hybrid_reference.ffn_backward(saved, step.dy, step.dl1)
+    *expected, saved = reference.union_train_forward(**t, block=1)
+    gradients = reference.union_train_backward(saved, step.dy, step.dl1, round_dh=False)
     given = {n: g for n, g in zip(NAMES, gradients, strict=True) if t[n] is not None}
     assert_same(results, {"y": expected[0], "l1": expected[1], **given})
     assert results["y"][[0, 2]].isfinite().all() and not results["y"][1].isfinite().all()
@@ -298,7 +298,7 @@ def test_bad_input_is_named():
         ("union", 40_000_000, tensors, "capacity=40000000 for 70"),
         ("union", 2**31 - 31, one, f"capacity={2**31 - 31} for 1"),
         ("union", 8, tensors | {"token_mask": torch.ones(3, device=DEVICE)}, r"\(3,\)"),
-        ("union", 8, tensors | {"x": tensors["x"][:0]}, "no token"),
+        ("union", 8, tensors | {"x": tensors["x"][:0]}, "for 0 tokens"),
         ("hybrid", 8, tensors | {"act": get_activation("relu2")}, "'relu2'"),
     ):
         with pytest.raises(ValueError, match=value):

@@ -1,7 +1,6 @@
 """Models whose feed-forward layers have other names, activations or parts than Llama's."""
 
 import copy
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import peft
@@ -10,7 +9,6 @@ import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from torch import nn
 from transformers import AutoConfig
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twell
 from tests.factories import models as factory
@@ -132,23 +130,17 @@ def test_copies_threads_and_compiled_code_compute_the_same():
     compiled = torch.compile(sparse, fullgraph=True, backend="eager")
     with torch.no_grad():
         assert_close(compiled(x, use_cache=False).logits, expected)
-    pickled = pickle.loads(pickle.dumps(sparse))
+    copied = copy.deepcopy(sparse)
     for parameter in sparse.parameters():
         parameter.data.zero_()
-    assert_close(logits(pickled, x), expected)
-    assert torch.equal(logits(twell.densify(pickled), x), expected)
-
-
-class Other(LlamaMLP):
-    def forward(self, x):
-        return 2 * super().forward(x)
+    assert_close(logits(copied, x), expected)
+    assert torch.equal(logits(twell.densify(copied), x), expected)
 
 
 REFUSED = [  # a family, an attribute of its second layer, its value, and what the error names
-    ("bitnet", None, None, "BitNetMLP normalises h"),
+    ("bitnet", None, None, "BitNetForCausalLM has no feed-forward layer"),
     ("t5", None, None, "NewGELUActivation"),
     ("opt", "activation_dropout", 0.1, "activation_dropout=0.1"),
-    ("llama", "mlp.__class__", Other, "Other, not a transformers.*LlamaMLP"),
     ("llama", "mlp.forward", lambda x: x, "a LlamaMLP has a forward of its own"),
     ("llama", "mlp.act_fn", nn.SiLU(), r"'relu', .* SiLU\(\)"),
 ]
@@ -281,7 +273,7 @@ def test_a_model_with_similar_tokens_side_by_side_computes_the_same(kind, monkey
         if kind != "t5":  # whose decoder sees fewer tokens, behind the encoder
             places = ordered.places[inputs["input_ids"].reshape(-1)]
             assert torch.equal(ffns[0].token_order.order, places.argsort(stable=True))
-            assert all(ffn.token_order is ffns[0].token_order for ffn in ffns)
+            assert all(ffn.token_order.order is ffns[0].token_order.order for ffn in ffns)
         model(**inputs_of(model, tokens(1, 8)))
         assert all(ffn.token_order is None for ffn in ffns)  # too few to gain
         model(**inputs)
@@ -294,7 +286,5 @@ def test_a_model_with_similar_tokens_side_by_side_computes_the_same(kind, monkey
 
 
 def test_models_that_have_no_order():
-    with pytest.raises(ValueError, match="Sequential"):
-        twell.order_tokens(torch.nn.Sequential(twell.SparseFFN(16, 32)))
     with pytest.raises(ValueError, match="offloaded"):
         twell.order_tokens(make().to("meta"))

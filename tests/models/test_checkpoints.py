@@ -133,12 +133,11 @@ OURS = [
 ]
 PAPER = [
     (change_config(torch_dtype="int8"), "dtype is 'int8'; expected one of bfloat16"),
-    (change_config(sparsity_use_hybrid_kernel="false"), "_kernel is 'false'"),
     (change_config(quantization_config={"load_in_8bit": True}), "load_in_8bit"),
-    (change_tensors(lambda tensors: tensors.pop(UP)), r"mlp\.up_proj\.weight is missing"),
-    (norm(torch.ones(33)), r"model\.norm\.weight has shape \(33,\); expected \(32,\)"),
-    (change_tensors({GATE: torch.ones(84, 32)}), r"gate_proj\.weight has shape \(32, 84\)"),
-    (change_tensors({"model.extra": torch.ones(1)}), r"model\.extra is not part of the model"),
+    (change_tensors(lambda tensors: tensors.pop(UP)), r"missing keys, such as .*mlp\.up_proj\.weight"),
+    (norm(torch.ones(33)), r"mismatched keys, .*model\.norm\.weight.*33.*32"),
+    (change_tensors({GATE: torch.ones(84, 32)}), r"mismatched keys, .*gate_proj\.weight"),
+    (change_tensors({"model.extra": torch.ones(1)}), r"unexpected keys, such as model\.extra"),
     (change_tensors({"lm_head.weight": torch.ones(90, 32)}), r"lm_head\.weight differs from"),
     (write("generation_config.json", "{"), r"generation_config\.json is not JSON"),
 ]

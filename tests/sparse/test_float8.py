@@ -13,7 +13,7 @@ from tests.factories.sparse import DEVICE, make, relative, triton_here, watched
 from twell.sparse import float8
 from twell.sparse.calibration import default
 from twell.sparse.edit import Edit
-from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig, Float8Linear, PerRow
+from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig
 
 GATED = pytest.mark.parametrize("gated", [True, False])
 KEEP = Float8DynamicActivationFloat8WeightConfig(keep_original=True)
@@ -229,11 +229,6 @@ def with_hook(ffn):
     return ffn
 
 
-def torchao(kind="Float8DynamicActivationFloat8WeightConfig", **fields):
-    """A configuration of torchao's."""
-    return type(kind, (), {"granularity": [PerRow(), PerRow()]} | fields)()
-
-
 UNFIT = [
     (lambda: nn.Linear(16, 16), None, "no SparseFFN"),
     (lambda: layer().float(), None, "gate_proj of layer 0 is torch.float32"),
@@ -243,14 +238,10 @@ UNFIT = [
     (quantized, None, "layer 0 is in FP8 already"),
     (lambda: twell.SparseFFN(24, 8, dtype=torch.bfloat16), None, "hidden_size=24"),
     (layer, "fp8", "str"),
-    (layer, torchao("Float8WeightOnlyConfig"), "Float8WeightOnlyConfig"),
-    (layer, torchao(activation_value_lb=0.1), "activation_value_lb of config is 0.1"),
-    (layer, torchao(granularity=["PerTensor()", PerRow()]), "'PerTensor..'"),
 ]
 
 
 def test_what_cannot_be_quantised_is_named_and_stays():
-    assert isinstance(quantized(config=torchao()).gate_proj, Float8Linear)
     for make_layer, config, value in UNFIT:
         module = make_layer()
         before = repr(module)

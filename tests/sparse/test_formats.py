@@ -134,42 +134,8 @@ class TestAgainstLoops:
         assert_unpacks(packed, dense)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("pattern", ["empty", "full", "heavy"])
-def test_hybrid_transposes_and_keeps_the_pattern_where_values_are_zero(shape, pattern):
-    dense = dense_matrix(pattern, shape)
-    g = Hybrid.pack(dense, ell_width=5)
-    for width, rows in ((None, None), (3, None), (3, 400)):
-        transposed = g.transpose(width, rows)
-        assert_unpacks(transposed, dense.t().contiguous())
-        width = -(-2 * int(g.nnz) // shape[1]) if width is None else width
-        assert transposed.ell.values.shape[1] == width
-        needed = int((dense != 0).sum(0).gt(width).sum())
-        assert len(transposed.backup) == (needed if rows is None else rows)
-        assert_unpacks(transposed.transpose(), dense)
-    rows, columns, _ = g.entries()
-    values, expected = torch.randn(len(rows)), torch.zeros(shape)
-    values[::2] = 0
-    expected[rows, columns] = values
-    u = g.with_entries(values)
-    assert all(map(torch.equal, u.entries(), (rows, columns, values)))
-    transposed = u.transpose(ell_width=3)
-    assert u.unpack().equal(expected) and transposed.unpack().equal(expected.t())
-    m, n, _ = transposed.entries()
-    order = sorted(zip(columns.tolist(), rows.tolist(), strict=True))
-    assert list(zip(m.tolist(), n.tolist(), strict=True)) == order
-
-
-def test_transpose_of_more_tokens_than_16_bits_count():
-    dense = torch.zeros(65_537, 3, dtype=torch.float16)
-    dense[65_536, 1] = 2.0
-    dense[[0, 7], 2] = 3.0
-    transposed = Hybrid.pack(dense, ell_width=1).transpose(ell_width=1)
-    assert transposed.ell.indices.dtype == torch.int32 and transposed.unpack().equal(dense.t())
-
-
 @pytest.mark.parametrize("pack", PACKS)
-def test_wide_matrices_every_dtype_strides_and_devices(pack):
+def test_wide_matrices_every_dtype_and_strides(pack):
     dense = dense_matrix("sparse", (2, 65_536))
     dense[0, -1] = 1.5
     assert_unpacks(pack(dense), dense)
@@ -180,10 +146,6 @@ def test_wide_matrices_every_dtype_strides_and_devices(pack):
     dense = dense_matrix("heavy", (300, 40))
     packed = pack(dense.t())
     assert_unpacks(packed, dense.t().contiguous())
-    moved = packed.to("meta")
-    assert moved.shape == packed.shape and moved.nbytes == packed.nbytes
-    parts = [*vars(moved).values(), *vars(getattr(moved, "ell", moved)).values()]
-    assert all(part.is_meta for part in parts if isinstance(part, torch.Tensor))
 
 
 @pytest.mark.parametrize("cls", [TwELL, PackedTwELL])
@@ -210,7 +172,7 @@ UNFIT = [
         for dense, error, value in (
             (torch.zeros(3), ValueError, r"\(3,\)"),
             (torch.zeros(2, 65_537), ValueError, "65537"),
-            (torch.zeros(2, 0), ValueError, "columns.* 0"),
+            (torch.zeros(2, 0), ValueError, "0 columns"),
             (torch.zeros(2, 3, dtype=torch.int64), TypeError, "torch.int64"),
         )
     ),
@@ -231,37 +193,3 @@ def test_what_just_fits_and_what_does_not():
     assert caught.value.needed == 2
     for pack, *sizes in ((PackedTwELL.pack, 8, 4), (TwELL.pack, 8, 8), (Hybrid.pack, 7, 2)):
         assert_unpacks(pack(EIGHT, *sizes), EIGHT)
-
-
-def shorter(t):
-    return t[1:]
-
-
-def narrower(t):
-    return t[..., 1:]
-
-
-@pytest.mark.parametrize(
-    ("pack", "error", "name", "change"),
-    [
-        (ELL.pack, ValueError, "indices", narrower),
-        (ELL.pack, TypeError, "indices", torch.Tensor.int),
-        (TwELL.pack, ValueError, "values", narrower),
-        (TwELL.pack, ValueError, "tile_n", lambda n: 7),
-        (TwELL.pack, TypeError, "overflow_rows", torch.Tensor.long),
-        (PackedTwELL.pack, ValueError, "words", narrower),
-        (PackedTwELL.pack, TypeError, "overflow_values", torch.Tensor.float),
-        (Hybrid.pack, ValueError, "backup", narrower),
-        (Hybrid.pack, ValueError, "slot", lambda t: torch.cat([t, t])),
-        (Hybrid.pack, ValueError, "pattern", lambda t: torch.zeros(1, 1)),
-        (TileUnion.pack, ValueError, "offsets", shorter),
-        (TileUnion.pack, TypeError, "indices", torch.Tensor.long),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused_by_name(pack, error, name, change):
-    dense = torch.ones(4, 300, dtype=torch.bfloat16)
-    dense[0] = 0
-    packed = pack(dense)
-    type(packed)(**vars(packed))
-    with pytest.raises(error, match=name):
-        type(packed)(**vars(packed) | {name: change(getattr(packed, name))})

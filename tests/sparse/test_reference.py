@@ -12,7 +12,7 @@ from tests import fuzz
 from tests.factories import SEED
 from twell import reference as r
 from twell.sparse.activations import get_activation
-from twell.sparse.formats import ELL, BufferOverflow, Hybrid, PackedTwELL, TileUnion, TwELL
+from twell.sparse.formats import ELL, Hybrid, PackedTwELL, TileUnion, TwELL
 
 GATED = pytest.mark.parametrize("gated", [True, False])
 NAMES = ["x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down"]
@@ -44,26 +44,23 @@ def gate_and_h(layer):
 
 def infer(layer, g, packed, block_m=64):
     """y by `up_down` or `down` for each format in `packed`, and by unions."""
-    union = TileUnion.pack(g, block_m)
+    packed = *packed, TileUnion.pack(g, block_m)
     if layer.w_gate is None:
-        down = layer.w_down, layer.b_down
-        return [r.down(one, *down) for one in packed] + [r.union_down(union, *down)]
+        return [r.down(one, layer.w_down, layer.b_down) for one in packed]
     rest = layer.w_up, layer.w_down, layer.b_up, layer.b_down
-    results = [r.up_down(layer.x, one, *rest) for one in packed]
-    return results + [r.union_up_down(layer.x, union, *rest)]
+    return [r.up_down(layer.x, one, *rest) for one in packed]
 
 
 def hybrid_step(layer, dy, dl1):
     """y, l1, active neurons of each token and the gradients by the paper's training step."""
-    y, l1, nnz, saved = r.ffn_forward(**vars(layer), ell_width=20, tile_n=64, compression=8)
-    return y, l1, nnz, r.ffn_backward(saved, dy, dl1)
+    return union_step(layer, dy, dl1, block=1, round_dh=False)
 
 
-def union_step(layer, dy, dl1, block=64):
+def union_step(layer, dy, dl1, block=64, **options):
     """The same by unions of blocks of tokens."""
     y, l1, nnz, counts, saved = r.union_train_forward(**vars(layer), block=block)
     assert counts.sum() == nnz.sum() and counts.shape == (len(layer.w_up),)
-    return y, l1, nnz, r.union_train_backward(saved, dy, dl1)
+    return y, l1, nnz, r.union_train_backward(saved, dy, dl1, **options)
 
 
 STEPS = {"hybrid": hybrid_step, "union": union_step, "union of 5": partial(union_step, block=5)}
@@ -227,29 +224,21 @@ def test_bad_weights_and_gradients_reach_only_what_is_active(bad):
 
 @torch.no_grad()
 def test_inputs_that_do_not_fit_are_refused():
-    layer = tensors_of(130, 300, "heavy")
-    with pytest.raises(BufferOverflow) as caught:
-        r.ffn_forward(**vars(layer), ell_width=20, backup_rows=1)
-    y, *_ = r.ffn_forward(**vars(layer), ell_width=20, backup_rows=caught.value.needed)
-    assert_close(y, r.ffn(**vars(layer)))
-
     layer = tensors_of(7, 300, "even")
     gate, (x, w_up, w_down) = gate_and_h(layer)[0], (layer.x, layer.w_up, layer.w_down)
-    h, saved = Hybrid.pack(gate), r.ffn_forward(**vars(layer))[-1]
+    saved = r.union_train_forward(**vars(layer))[-1]
     short = [SimpleNamespace(**vars(layer) | {n: getattr(layer, n)[1:]}) for n in NAMES[1:]]
-    forwards = r.ffn, r.ffn_forward, r.union_train_forward
+    forwards = r.ffn, r.union_train_forward
     for value, function, *arguments in (
         *(("has shape", forward, *vars(bad).values()) for bad in short for forward in forwards),
         (r"w_down has shape \(300, 24\)", r.ffn, x, None, w_up, w_down.t()),
-        (r"x has shape \(1, 7, 24\)", r.ffn_forward, x[None], None, w_up, w_down),
-        ("b_gate", r.ffn_forward, x, None, w_up, w_down, layer.b_gate),
+        (r"x has shape \(1, 7, 24\)", r.union_train_forward, x[None], None, w_up, w_down),
+        ("b_gate", r.union_train_forward, x, None, w_up, w_down, layer.b_gate),
         ("g is 7 x 299", r.up_down, x, TwELL.pack(gate[:, :-1]), w_up, w_down),
-        ("g is 6 x 300", r.union_up_down, x, TileUnion.pack(gate[:-1]), w_up, w_down),
-        (r"\(299, 24\)", r.hybrid_matmul, h, w_down[:, 1:]),
-        (r"\(6, 24\)", r.sampled_matmul, x[1:], w_up, h),
-        (r"\(6, 24\)", r.transpose_matmul, h, x[1:]),
-        (r"dy has shape \(6, 24\)", r.ffn_backward, saved, x[1:], gate[:, 0]),
-        (r"dl1 has shape \(1,\)", r.ffn_backward, saved, x, gate[:1, 0]),
+        ("g is 6 x 300", r.up_down, x, TileUnion.pack(gate[:-1]), w_up, w_down),
+        (r"\(24, 299\)", r.down, TwELL.pack(gate), w_down[:, 1:]),
+        (r"dy has shape \(6, 24\)", r.union_train_backward, saved, x[1:], gate[:, 0]),
+        (r"dl1 has shape \(1,\)", r.union_train_backward, saved, x, gate[:1, 0]),
     ):
         with pytest.raises(ValueError, match=value):
             function(*arguments)

@@ -15,10 +15,10 @@ from twell.config import TrainConfig
 
 PLACES = {"out": Path("out"), "corpus": Path("corpus"), "tasks": Path("t"), "model": Path("m")}
 ASKED = "tokens batch_tokens learning_rate l1_coefficient seed warmup_steps active_share threshold"
-ASKED += " fit_tokens l1_zero_steps l1_stage_steps reinit"
+ASKED += " l1_zero_steps l1_stage_steps reinit"
 
 
-@pytest.mark.parametrize("name", ["85m-100m-l1-6e-4-seed-1", "flagship-300m-l1-0", "relufy-0.1"])
+@pytest.mark.parametrize("name", ["85m-100m-l1-6e-4-seed-1", "flagship-300m-l1-0", "unfitted-0.1-by-t"])
 def test_a_recorded_run_is_trained_again_with_its_fields(name):
     given = argparse.Namespace(gpus=["0", "1"], **PLACES)
     training, kept = (record.completed(one, given) for one in record.training(name))

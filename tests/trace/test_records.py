@@ -126,22 +126,6 @@ def test_recorded_files_load_and_give_the_same_bytes():
     assert Aggregate.load(path).pack() == path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "words"),
-    [
-        ("trace", {"strings": ["a"]}, "strings has 1 .* 592"),
-        ("trace", {"indptr": np.zeros(9, np.int64)}, "indptr has 9"),
-        ("trace", {"values": np.zeros(3, np.float32)}, "3 values"),
-        ("aggregate", {"occurrences": np.zeros(50)}, "occurrences counts 0.* 592"),
-        ("aggregate", {"active_histogram": np.zeros((2, 601))}, "active_histogram counts 0"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(records, kind, change, words):
-    record = records[kind]
-    with pytest.raises(ValueError, match=words):
-        type(record)(**vars(record) | change)
-
-
 SOME = [(0, DEAD), (0, OFTEN), (0, factory.AT_MOST_ONCE), (0, 31), (0, 256), (1, OFTEN), (1, 599)]
 
 

@@ -16,6 +16,6 @@ def config(teacher, tiny_text):
     """Return the configuration of a training with some fields given."""
 
     def with_fields(*fields, model=teacher):
-        return relufy_config(model, [f"source={tiny_text}", *BRIEF, *fields], lambda line: None)
+        return relufy_config(model, [f"source={tiny_text}", *BRIEF, *fields])
 
     return with_fields

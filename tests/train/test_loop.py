@@ -18,7 +18,7 @@ from tests.kills import differences
 from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, load
-from twell.train import build
+from twell.train import loop
 from twell.train.dead import DeadWindow, balance, reinitialize
 
 
@@ -96,7 +96,7 @@ def test_other_backends_and_precisions_follow_the_dense_one(tiny_config, tmp_pat
 
 
 def test_divergence_is_said(tiny_config, tmp_path, adamw_step):
-    with pytest.raises(FloatingPointError, match=r"learning_rate \(now 1e\+30\)"):
+    with pytest.raises(FloatingPointError, match="lower learning_rate"):
         train_changed(tiny_config, tmp_path / "run", learning_rate=1e30, tokens=8192)
     assert not results.load_run(tmp_path / "run")[0]["complete"]
 
@@ -219,7 +219,7 @@ def compare(config, tmp_path, changes, rtol):
 
 @pytest.mark.parametrize("changes", [{"compile": True}, {"micro_batch": 5}])
 def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch, changes):
-    passes, plain = [], build.checkpoint
+    passes, plain = [], loop.checkpoint
 
     def counted(function, *args, **kwargs):
         def forward(*args, **kwargs):
@@ -228,7 +228,7 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch
 
         return plain(forward, *args, **kwargs)
 
-    monkeypatch.setattr(build, "checkpoint", counted)
+    monkeypatch.setattr(loop, "checkpoint", counted)
     # Inductor takes a minute. tests/gpu has it.
     compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
     monkeypatch.setattr(torch.nn.Module, "compile", compiled)

@@ -70,12 +70,11 @@ def relufy(
 ) -> None:
     """Exchange the SiLU of a pretrained model for ReLU, and let it learn from the original.
 
-    An L1 term rises until the wanted share of neurons is active. Without a source the original
-    writes the text.
+    An L1 term rises until the wanted share of neurons is active.
     """
     from twell.train import relufy_config, train
 
-    config = relufy_config(model, overrides or (), say)
+    config = relufy_config(model, overrides or ())
     out = out or RUNS / f"{Path(model).name}-relu-{config.active_share:g}"
     train(config, out, overwrite=overwrite, resume=resume)
     _end_processes()

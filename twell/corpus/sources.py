@@ -21,7 +21,6 @@ import importlib
 import itertools
 import json
 import lzma
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -40,18 +39,14 @@ def package(module: str, user: str) -> ModuleType:
 
 
 def source_files(source: str) -> list[Path]:
-    """Return the files of a local source, sorted.
+    """Return the files of a local source, sorted; of a folder those that are not hidden.
 
-    A warning names a folder's hidden files, and folders, pipes and broken links with the name of a
-    text: these are left out. Raises FileNotFoundError or ValueError, naming the path.
+    Raises FileNotFoundError or ValueError, naming the path.
     """
     path, endings = Path(source), ", ".join(SUFFIXES)
     if path.is_dir():
         named = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
-        files = [file for file in named if file.is_file() and not file.name.startswith(".")]
-        if skipped := ", ".join(file.name for file in named if file not in files):
-            message = f"{path}: skipped what is hidden or no file: {skipped}"
-            warnings.warn(message, stacklevel=1)  # from one place, so that it shows once
+        files = [file for file in named if not (file.is_dir() or file.name.startswith("."))]
         if not files:
             raise FileNotFoundError(f"{path} holds no text: expected files that end in {endings}")
         return files
@@ -81,19 +76,10 @@ def documents(source: str) -> Iterator[str]:
 
 
 def checked_text(text: str, name: str) -> str:
-    """Return the text. Raises ValueError, with its `name`, for a lone surrogate.
-
-    Tokenizers refuse these.
-    """
+    """Return the text. Raises ValueError for another type, and for lone surrogates."""
     if not isinstance(text, str):
         raise ValueError(f'{name}: "text" is {type(text).__name__}, expected a string')
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{name} has the lone surrogate {text[error.start]!a} at character {error.start}, "
-            "which is no text: it was not UTF-8, or it was cut within a character"
-        ) from None
+    text.encode("utf-8")  # its error is a ValueError; tokenizers refuse surrogates
     return text
 
 

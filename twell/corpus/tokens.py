@@ -22,7 +22,6 @@ from twell.results import file_hash, naming
 
 END_OF_TEXT = "<|endoftext|>"
 ENCODED_TOGETHER = 256  # documents
-CHECKSUMS = "sha256.json"  # of the files in a folder of the cache
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -214,8 +213,6 @@ def _write(
                 trained.save_pretrained(temporary)
             for part, array in arrays.items():
                 np.save(temporary / f"{part}.npy", array)
-            sums = {path.name: file_hash(path) for path in sorted(temporary.iterdir())}
-            (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
             try:
                 os.rename(temporary, folder)
             except OSError:
@@ -224,17 +221,10 @@ def _write(
 
 
 def _read(folder: Path, given: PreTrainedTokenizerFast | None) -> Corpus:
-    """Read a folder that `_write` wrote. Raises ValueError naming a damaged file."""
-    file = folder / CHECKSUMS
+    """Read a folder that `_write` wrote. Raises ValueError naming a damaged one."""
     try:
-        for name, expected in json.loads(file.read_text(encoding="utf-8")).items():
-            file = folder / name
-            if file_hash(file) != expected:
-                raise ValueError
-    except (ValueError, AttributeError, FileNotFoundError):
-        raise ValueError(
-            f"{file} is damaged or missing: "
-            f"delete the folder {folder}, and the text is tokenised again"
-        ) from None
-    arrays = {part: np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("train", "valid")}
-    return Corpus(given or AutoTokenizer.from_pretrained(folder), **arrays)
+        train, valid = (np.load(folder / f"{p}.npy", mmap_mode="r") for p in ("train", "valid"))
+        return Corpus(given or AutoTokenizer.from_pretrained(folder), train, valid)
+    except Exception as error:  # tokenizers raises plain Exception
+        remedy = "delete the folder, and the text is tokenised again"
+        raise ValueError(f"{folder} is damaged ({error}): {remedy}") from None

@@ -24,7 +24,7 @@ from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
 from twell.sparse import float8
 from twell.sparse.layer import SparseFFN
-from twell.trace.watch import score
+from twell.trace.tracing import score
 
 DRAWS = 2000  # bootstrap samples
 

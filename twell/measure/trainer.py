@@ -27,7 +27,7 @@ from twell.measure.sides import check_model, compile_layers, model_columns
 from twell.models.l1 import collect_l1
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.training import SparseTraining
-from twell.train.build import adamw
+from twell.train.loop import adamw
 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 L1_COEFFICIENT = 2e-5

@@ -102,9 +102,6 @@ def _in_transformers(name: str) -> str:
 
 
 ADAPTERS = {_in_transformers(name): adapter for name, adapter in BUILT_IN.items()}
-REFUSED = {
-    _in_transformers("bitnet.BitNetMLP"): "normalises h before its down projection",
-}
 KNOWN = {nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu", ReLUSquaredActivation: "relu2"}
 KNOWN_NAMES = "nn.ReLU, nn.Threshold, F.relu, torch.relu and transformers' ReLUSquaredActivation"
 
@@ -125,17 +122,7 @@ def _name(kind: type) -> str:
 
 
 def _adapter_of(module: nn.Module) -> Adapter | None:
-    """Return the adapter of a module. Raises ValueError where its class cannot be replaced."""
-    for kind in type(module).__mro__:
-        name = _name(kind)
-        if name in REFUSED:
-            raise ValueError(f"a {name} {REFUSED[name]}, which SparseFFN does not compute")
-        if name in ADAPTERS and kind is not type(module):
-            own = f"a feed-forward module is a {_name(type(module))}, not a {name}"
-            raise ValueError(f"{own}; sparsify before sharding, or register_adapter that class")
-        if name in ADAPTERS:
-            return ADAPTERS[name]
-    return None
+    return ADAPTERS.get(_name(type(module)))
 
 
 # --- finding them
@@ -171,19 +158,19 @@ def sites(model: nn.Module) -> list[Site]:
     """Return the feed-forward layers that are not sparse yet, in order; refuse wrapped ones."""
     if (whole := _adapter_of(model)) is not None and not whole.inline:
         raise ValueError(f"{type(model).__name__} is itself the layer to replace")
-    result: dict[tuple[int, str], Site] = {}  # several owners may hold one module
+    result: list[Site] = []
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
-            if module is None or SLOT in module._modules:
-                continue
-            if (adapter := _adapter_of(module)) is None:
+            adapter = None if module is None else _adapter_of(module)
+            if adapter is None or SLOT in module._modules:
                 continue
             if name in WRAPPED:
                 wrapper = f"a {type(module).__name__} is wrapped in a {type(owner).__name__}"
                 raise ValueError(f"{wrapper}; sparsify before")
-            place = (id(module), SLOT) if adapter.renamed else (id(owner), name)
-            result[place] = Site(owner, name, module, adapter)
-    return list(result.values())
+            if adapter.renamed and any(site.module is module for site in result):
+                continue  # several owners hold it
+            result.append(Site(owner, name, module, adapter))
+    return result
 
 
 # --- computing in a module that stays
@@ -256,17 +243,9 @@ def sparse_class(kind: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
             return kind.forward(_Inside(self, adapter), *args, **kwargs)
         return ffn(*args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: int) -> tuple:
-        return _new_sparse, (kind, adapter), vars(self)
-
-    fields = {"forward": forward, "__reduce_ex__": reduce, "_dense_class": kind}
+    fields = {"forward": forward, "_dense_class": kind}
     about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind)(kind.__name__, (kind,), fields | about)
-
-
-def _new_sparse(kind: type[nn.Module], adapter: Adapter) -> nn.Module:
-    """Return an empty module of a class that cannot be imported, for copies and pickles."""
-    return object.__new__(sparse_class(kind, adapter))
 
 
 @dataclass
@@ -274,5 +253,4 @@ class Replaced:
     """What a SparseFFN computes for: a module, which it replaces or which holds it."""
 
     adapter: Adapter
-    stride: tuple[int, ...] | None = None  # of the down weight; None where that is not plain
     module: nn.Module | None = None  # the replaced one

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Cache
 
 from twell.models.convert import sparse_ffns
 from twell.sparse.layer import SparseFFN
@@ -24,7 +23,6 @@ NO_GRADIENT = (
     "model.gradient_checkpointing_enable({'use_reentrant': False}). Where torch.no_grad() is "
     "intended in training mode, read the term inside of it"
 )
-MASKED = -100.0  # a query does not attend to a key with this additive mask, or with a lower one
 
 
 class L1Terms(Collector):
@@ -162,51 +160,26 @@ def means(
         # No product: inf and NaN at padding positions must not reach the sum.
         per_token = torch.where(token_mask != 0, per_token, 0.0)
     total = counted if num_tokens is None else num_tokens
-    return per_token.flatten(1).sum(1) / divisor(total, counted)
+    return per_token.flatten(1).sum(1) / divisor(total, per_token)
 
 
-def divisor(total: Tensor | int, counted: Tensor | int) -> Tensor | int:
-    """Return `total`, plus 1 where nothing is counted: a mean and its gradients are then 0."""
-    if not isinstance(total, Tensor) and total != 0:  # saves a copy to the device
-        return total
-    nothing = counted == 0
-    if isinstance(total, Tensor) and isinstance(nothing, Tensor):
-        total = total.to(nothing.device)
-    return total + nothing
+def divisor(total: Tensor | int, like: Tensor) -> Tensor | int:
+    """Return `total` on a device, at least 1: a mean of nothing and its gradients are then 0."""
+    return total.to(like.device).clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
 
 
-def token_mask(
-    attention_mask: object, inputs: Tensor | None, cache: Cache | None = None
-) -> Tensor | None:
+def token_mask(attention_mask: object, inputs: Tensor | None) -> Tensor | None:
     """Return [B, S], zero for the padding among the tokens of this pass; None without a mask.
 
-    `inputs` [B, S, ...] are ids or embeddings. SparseLlamaForCausalLM lists the masks that can be
-    read. Raises ValueError for others.
+    `inputs` [B, S, ...] are ids or embeddings. Raises ValueError for a mask other than [B, keys].
     """
     if attention_mask is None or inputs is None:
         return None
     batch, length = inputs.shape[:2]
-    is_tensor = isinstance(attention_mask, Tensor)
     shape = tuple(getattr(attention_mask, "shape", ()))
-    if is_tensor and len(shape) == 2 and shape[0] == batch and shape[1] >= length:
-        return attention_mask[:, -length:].to(inputs.device)
-    is_4d = is_tensor and len(shape) == 4
-    if is_4d and shape[0] in (1, batch) and shape[2] in (1, length) and shape[3] >= length:
-        # A static cache allocates later keys too: there the last key is not the last token.
-        first = shape[3] - length if cache is None else cache.get_seq_length()
-        return _attends_to_itself(attention_mask.to(inputs.device), batch, length, first)
-    kind, many = type(attention_mask).__name__, f"{length} or more"
-    raise ValueError(
-        f"attention_mask is a {kind} of shape {shape}; to leave out padding it has to be None, "
-        f"({batch}, {many}) or ({batch} or 1, heads or 1, {length} or 1, {many})"
-    )
-
-
-def _attends_to_itself(mask: Tensor, batch: int, length: int, first: int) -> Tensor:
-    """Return [B, S] bool for a mask [B or 1, heads or 1, S or 1, keys]; token 0 is key `first`."""
-    heads, keys = mask.shape[1], mask.shape[3]
-    own = torch.arange(length, device=mask.device) + first
-    own = own.clamp(max=keys - 1)[:, None].expand(batch, heads, length, 1)
-    value = mask.expand(batch, -1, length, -1).gather(-1, own)[..., 0]
-    attends = value > MASKED if value.is_floating_point() else value != 0
-    return attends.any(1)
+    if len(shape) != 2 or shape[0] != batch or shape[1] < length:
+        raise ValueError(
+            f"attention_mask is a {type(attention_mask).__name__} of shape {shape}; to leave out "
+            f"padding it has to be None or ({batch}, {length} or more)"
+        )
+    return attention_mask[:, -length:].to(inputs.device)

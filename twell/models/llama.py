@@ -122,12 +122,8 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     are -100, cross_entropy and its gradients are 0. Where all tokens are padding, l1 and its
     gradients are 0.
 
-    Padding. A mask [B, keys] is zero for padding. In a mask [B or 1, heads or 1, S or 1, keys] a
-    token is padding if it may not attend to itself in any head. There a query may attend to a key
-    where a bool or integer is nonzero, or where a floating-point number, which is added to the
-    scores, is above -100. Token i is key number `keys` - S + i; with a cache, the number of cached
-    tokens + i. Other masks raise ValueError where padding counts: with labels, in training mode,
-    and with `recording`.
+    Padding. A mask [B, keys] is zero for padding. Other masks raise ValueError where padding
+    counts: with labels, in training mode, and with `recording`.
 
     Micro-batches. Several micro-batches give the value of one big batch when every call gets the
     totals of the step. `num_items_in_batch` counts predicted tokens: labels other than -100,
@@ -228,12 +224,8 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         mask, terms = None, nullcontext()  # without a collector, dense layers take their quick way
         if counts or wants_l1:  # where padding counts
             inputs = inputs_embeds if input_ids is None else input_ids
-            mask = token_mask(attention_mask, inputs, past_key_values)
+            mask = token_mask(attention_mask, inputs)
             terms = L1Terms(self.ffns, wants_l1=wants_l1, counts=counts, token_mask=mask)
-        if mask is not None and inputs_embeds is not None:
-            # A masked key has the weight 0, and 0 * NaN is NaN.
-            finite = inputs_embeds.nan_to_num(0.0, 0.0, 0.0)
-            inputs_embeds = torch.where(mask[..., None] != 0, inputs_embeds, finite)
         predicted = None if labels is None else _predicted_tokens(labels, kwargs)
         if labels is not None and num_items_in_batch is not None:
             num_items_in_batch = divisor(num_items_in_batch, predicted)

@@ -41,12 +41,12 @@ from transformers.utils import logging
 
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.models.quantize import empty_quantized, note_quantization
+from twell.models.quantize import note_quantization
 from twell.sparse import calibration
 from twell.sparse.activations import ACTIVATIONS
 from twell.sparse.calibration import Calibration
 from twell.sparse.float8 import FLOAT8, FP8_DOWN, QUANTIZATION
-from twell.sparse.rows import DTYPES
+from twell.sparse.formats import DTYPES
 
 # Files beside the weights
 CALIBRATION, GENERATION = "calibration.json", "generation_config.json"
@@ -135,8 +135,6 @@ def resolve(name: str | Path) -> Path:
         if not (folder / "config.json").is_file():
             raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
         return folder
-    if folder.exists():
-        raise ValueError(f"{folder} is a file; a model is a folder with config.json")
     try:
         return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
     except HFValidationError:
@@ -230,11 +228,16 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
             model, report = auto.from_pretrained(source, config=config, dtype=dtype, **options)
     except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
         raise ValueError(f"{folder} cannot be loaded: {_reason(error)[:300]}") from None
+    _check_report(folder, report)
+    return model
+
+
+def _check_report(folder: Path, report: dict) -> None:
+    """Raise ValueError for weights that are missing, unknown or of another shape."""
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             keys = f"{problem.replace('_', ' ')}, such as {sorted(report[problem])[0]}"
             raise ValueError(f"{folder}: the weights have {keys}; put back a whole copy")
-    return model
 
 
 def stock_config(folder: Path) -> tuple[PreTrainedConfig, type]:
@@ -268,9 +271,11 @@ def _load_llama(
         dtype = torch.bfloat16
     dtype = dtype or _dtype_of(tensors, config, folder)
     with _no_progress_bar():
-        model = SparseLlamaForCausalLM.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, report = SparseLlamaForCausalLM.from_pretrained(
+            None, config=config, state_dict=tensors, dtype=dtype, **options
         )
+    _check_report(folder, report)
     if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION))
     return model
@@ -337,33 +342,19 @@ def _empty_llama(config: SparseLlamaConfig) -> SparseLlamaForCausalLM:
 
 
 def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
-    """Return the weights in a folder with Llama's names and shapes, without a tied head."""
-    tensors, model = _read_tensors(folder, config), _empty_llama(config)
+    """Return the weights in a folder with Llama's names, without a tied head."""
+    tensors, in_fp8 = _read_tensors(folder, config), ()
     if getattr(config, "quantization_config", None) is not None:
-        empty_quantized(model)
-    expected = model.state_dict()
+        in_fp8 = "gate_proj.weight", "up_proj.weight"
     for name, tensor in tensors.items():
-        in_fp8 = name in expected and expected[name].dtype == FLOAT8
-        if tensor.dtype not in ((FLOAT8,) if in_fp8 else DTYPES):
-            types = FLOAT8 if in_fp8 else f"one of {DTYPE_NAMES}"
-            raise _wrong(folder, name, f"type {tensor.dtype}", types)
+        types = (FLOAT8,) if name.endswith(in_fp8) else DTYPES
+        if tensor.dtype not in types:
+            expected = FLOAT8 if types == (FLOAT8,) else f"one of {DTYPE_NAMES}"
+            raise _wrong(folder, name, f"type {tensor.dtype}", expected)
     if config.tie_word_embeddings:
-        expected.pop(HEAD)
         head = tensors.pop(HEAD, None)
         if head is not None and not torch.equal(head, tensors.get(EMBEDDING, head)):
             raise ValueError(f"{folder}: {HEAD} differs from {EMBEDDING}; config.json ties them")
-    for name, tensor in expected.items():
-        shape = tuple(tensor.shape)
-        if name not in tensors:
-            raise ValueError(f"{folder}: the tensor {name} is missing, expected with shape {shape}")
-        given = tuple(tensors[name].shape)
-        if given != shape:
-            turned = given == shape[::-1] and name.endswith("down_proj.weight")
-            hint = f"; see {HYBRID} in config.json" if turned else ""
-            raise _wrong(folder, name, f"shape {given}", f"{shape}{hint}")
-    if unknown := sorted(set(tensors) - set(expected)):
-        more = f"{unknown[0]} is not part of the model ({len(unknown)} such)"
-        raise ValueError(f"{folder}: the tensor {more}")
     return tensors
 
 
@@ -374,10 +365,7 @@ def _wrong(folder: Path, name: str, given: str, expected: Any) -> ValueError:
 def _read_tensors(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
     """Return the tensors of either layout with Llama's names and shapes."""
     fields = read_json(folder / "config.json")
-    hybrid = fields.get(HYBRID) or False
-    if not isinstance(hybrid, bool):
-        raise ValueError(f"{folder}: {HYBRID} is {hybrid!r}; expected true or false")
-    hybrid = hybrid and fields.get("model_type") != SparseLlamaConfig.model_type
+    hybrid = fields.get(HYBRID) is True and fields.get("model_type") != SparseLlamaConfig.model_type
     turned = {"gate_weight" if config.gated_mlp else "up_weight", "down_weight"}
     tensors: dict[str, Tensor] = {}
     for file in _files(folder, getattr(config, "transformers_weights", None)):
@@ -411,11 +399,7 @@ def _files(folder: Path, named: str | None) -> list[Path]:
     index = next(filter(Path.is_file, paths), paths[0])
     if not index.name.endswith(".index.json"):
         return [index]
-    try:
-        files = sorted(set(read_json(index)["weight_map"].values()))
-        return [index.parent / name for name in files]
-    except (KeyError, AttributeError, TypeError):
-        raise ValueError(f"{index} has no weight_map with a file for each tensor") from None
+    return [index.parent / name for name in sorted(set(read_json(index)["weight_map"].values()))]
 
 
 def _dtype_of(tensors: dict[str, Tensor], config: SparseLlamaConfig, folder: Path) -> torch.dtype:

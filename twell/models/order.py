@@ -17,8 +17,6 @@ class OrderedTokens:
 
     def __init__(self, model: nn.Module, clusters: int):
         self.ffns = sparse_ffns(model)
-        if not hasattr(model, "get_input_embeddings"):
-            raise ValueError(f"{type(model).__name__} has no get_input_embeddings()")
         embedding = model.get_input_embeddings()
         weight = embedding.weight
         if weight.is_meta:
@@ -31,19 +29,16 @@ class OrderedTokens:
         self._handles = [module.register_forward_pre_hook(self) for module in modules]
 
     def __call__(self, embedding: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        ids, orders = inputs[0].reshape(-1), {}
+        ids, order = inputs[0].reshape(-1), None
         # With gradients layers compute tokens as they come: activation checkpointing would compute
         # a layer again in the order of a later pass.
         if len(ids) >= MIN_TOKENS and not torch.is_grad_enabled():
             if self.places.device != ids.device:
                 self.places = self.places.to(ids.device)
             known = ids.clamp(max=len(self.places) - 1)  # the embedding may have grown
-            orders[ids.device] = TokenOrder.by(self.places[known])
+            order = TokenOrder.by(self.places[known])
         for ffn in self.ffns:
-            device = ffn.device
-            if orders and device not in orders:
-                orders[device] = orders[ids.device].to(device)
-            ffn.token_order = orders.get(device)
+            ffn.token_order = None if order is None else order.to(ffn.device)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -70,6 +65,6 @@ def order_tokens(model: nn.Module, clusters: int = 64) -> OrderedTokens:
 
     `twell.tune` calls this where it pays. Call it before torch.compile. When the embedding has
     changed much, remove it and call it again. Raises ValueError for a model without SparseFFN
-    layers, without `get_input_embeddings` or with an offloaded embedding.
+    layers or with an offloaded embedding.
     """
     return OrderedTokens(model, clusters)

@@ -19,30 +19,27 @@ from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import why_called
 
 QUANTIZED = "gate_proj", "up_proj"
-# Fields of torchao's configuration, and their only values here.
-UNDERSTOOD = {"weight_dtype": float8.FLOAT8, "activation_dtype": float8.FLOAT8}
-UNDERSTOOD |= {"activation_value_lb": None, "activation_value_ub": None}
-
-
 @torch.no_grad()
-def quantize_(module: nn.Module, config: Any = None) -> None:
+def quantize_(
+    module: nn.Module, config: Float8DynamicActivationFloat8WeightConfig | None = None
+) -> None:
     """Store gate and up of every SparseFFN layer in FP8, in place, for inference; ours.
 
-    module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: a
-    `Float8DynamicActivationFloat8WeightConfig`, ours or torchao's; None: its defaults. The weights
-    take 5 bytes for each entry of gate, up and down together, where bf16 takes 6 (non-gated: 4 of
-    4), and one less with `down=False`, which torchao's configuration lacks. Every backend computes
-    with them; `twell.sparse.float8` has the formula. Saved Llamas keep them, and `twell.load` reads
+    module: a SparseFFN, or a model with such layers in bf16, on a GPU or not yet. config: None
+    takes the defaults. The weights take 5 bytes for each entry of gate, up and down together, where
+    bf16 takes 6 (non-gated: 4 of 4), and one less with `down=False`. Every backend computes with
+    them; `twell.sparse.float8` has the formula. Saved Llamas keep them, and `twell.load` reads
     them; it refuses saved FP8 weights of other models.
 
     Nothing changes unless every layer can be quantised. Raises ValueError for a model without
-    SparseFFN layers, another granularity, and a layer whose activation makes no zeros, or weights
+    SparseFFN layers, another configuration, and a layer whose activation makes no zeros, or weights
     that are not bf16, not finite, not plain or in FP8 already, or a K that is no multiple of 16;
     RuntimeError on a GPU without FP8, by name.
     """
-    if config is not None:
-        _check_config(config)
-    options = {"keep_original": getattr(config, "keep_original", False)}
+    config = config or Float8DynamicActivationFloat8WeightConfig()
+    if not isinstance(config, Float8DynamicActivationFloat8WeightConfig):
+        kind = f"{type(config).__module__}.{type(config).__name__}"
+        raise ValueError(f"config is a {kind}; expected twell's own configuration")
     ffns = sparse_ffns(module)
     if hasattr(module, "config") and (other := _other(module)) is not None:
         raise ValueError(f"the model is quantised by {type(other).__name__} already")
@@ -50,10 +47,11 @@ def quantize_(module: nn.Module, config: Any = None) -> None:
         _check(ffn, f"layer {number}")
     for ffn in ffns:
         for name, part in _parts(ffn):
-            setattr(ffn, name, Float8Linear.of(part, **options).train(part.training))
+            quantized = Float8Linear.of(part, keep_original=config.keep_original)
+            setattr(ffn, name, quantized.train(part.training))
             hand_mover(part, getattr(ffn, name))
         ffn.chooser.quantized = True
-    _keep_down(module, getattr(config, "down", True))
+    _keep_down(module, config.down)
 
 
 def _keep_down(module: nn.Module, in_fp8: bool) -> None:
@@ -64,18 +62,6 @@ def _keep_down(module: nn.Module, in_fp8: bool) -> None:
 
 def _parts(ffn: SparseFFN) -> list[tuple[str, nn.Module]]:
     return [(name, part) for name in QUANTIZED if (part := getattr(ffn, name)) is not None]
-
-
-def _check_config(config: Any) -> None:
-    name = type(config).__name__
-    if name != Float8DynamicActivationFloat8WeightConfig.__name__:
-        raise ValueError(f"config is a {name}; expected Float8DynamicActivationFloat8WeightConfig")
-    for field, expected in UNDERSTOOD.items():
-        if (given := getattr(config, field, expected)) != expected:
-            raise ValueError(f"{field} of config is {given}; expected {expected}")
-    given = config.granularity  # torchao's is a list: of x and of the weights
-    for granularity in given if isinstance(given, list | tuple) else [given]:
-        Float8DynamicActivationFloat8WeightConfig(granularity)
 
 
 def _note(module: nn.Module, quantization: dict | None) -> None:

@@ -2,7 +2,6 @@
 
 formats       how active neurons are stored: ELL (rows), TwELL, Hybrid (hybrid), TileUnion
 reference     the layer in plain torch, the formula of every kernel
-              (hybrid_reference: the paper's training step)
 layer         SparseFFN, which computes by reference, by kernels or densely
               (projections: whether it may read its weights)
 ops           sparse_ffn, the entry to the kernels (training_ops: with sparse gradients)

@@ -13,7 +13,7 @@ Rules of all formats:
   * A non-zero is any value `!= 0` in the storage type: NaN is one, -0.0 is not. `unpack` returns
     the dense matrix bit for bit, NaN payloads included, except that -0.0 becomes +0.0.
   * `pack` takes dense [M, N] of bf16, fp16, fp32 or fp64, 1 <= N <= 65,536. It raises ValueError or
-    TypeError for other inputs, as do the classes for parts that do not fit together.
+    TypeError for other inputs.
   * Non-zeros stand in column order. Indices are column numbers of the whole matrix: 16 bits
     (torch.uint16), int32 in unions. Unused slots hold value +0.0 and index 0.
   * Overflow of TwELL and PackedTwELL: counts are true counts, never clamped. A tile with more
@@ -25,40 +25,164 @@ Rules of all formats:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from twell.sparse.rows import (
-    DTYPES,
-    ELL,
-    BufferOverflow,
-    Entries,
-    SparseRows,
-    active_entries,
-    by_row,
-    check_columns,
-    check_dense,
-    check_tensor,
-    in_slots,
-    pack_rows,
-    positions_in_rows,
-)
-from twell.sparse.rows import MAX_COLUMNS as MAX_COLUMNS
+MAX_COLUMNS = 65_536
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Entries = tuple[Tensor, Tensor, Tensor]  # rows, columns, values
 
 
-def check_backup(needed: int, ell_width: int, backup_rows: int | None) -> int:
-    """Return the rows of a backup, `needed` where None is given; BufferOverflow for too few."""
-    if backup_rows is None:
-        return needed
-    if needed > backup_rows:
-        raise BufferOverflow(
-            f"{needed} rows have more than ell_width={ell_width} non-zeros, "
-            f"but backup_rows={backup_rows}; at least {needed} are needed",
-            needed,
+class BufferOverflow(ValueError):
+    """A buffer of a given capacity is too small; `needed` is the capacity that would do."""
+
+    def __init__(self, message: str, needed: int):
+        super().__init__(message)
+        self.needed = needed
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """Raise ValueError for another shape and, if dtypes are given, TypeError for another dtype."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if dtypes and tensor.dtype not in dtypes:
+        expected = " or ".join(map(str, dtypes))
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected {expected}")
+
+
+def check_dense(dense: Tensor, *dtypes: torch.dtype) -> None:
+    if dense.dim() != 2:
+        raise ValueError(f"dense has shape {tuple(dense.shape)}, expected [tokens, neurons]")
+    if not 1 <= dense.shape[1] <= MAX_COLUMNS:
+        number = f"dense has {dense.shape[1]} columns"
+        raise ValueError(f"{number}, expected 1 to {MAX_COLUMNS} (16-bit indices)")
+    check_tensor("dense", dense, tuple(dense.shape), *(dtypes or DTYPES))
+
+
+def active_entries(dense: Tensor) -> Entries:
+    """The non-zeros of a dense matrix, by row."""
+    rows, columns = (dense != 0).nonzero(as_tuple=True)
+    return rows, columns, dense[rows, columns]
+
+
+def in_slots(values: Tensor, indices: Tensor, counts: Tensor) -> Entries:
+    """The entries at the front of slots [rows, ..., slots]."""
+    slots = torch.arange(values.shape[-1], device=counts.device)
+    place = (slots < counts[..., None]).nonzero(as_tuple=True)
+    return place[0], indices.long()[place], values[place]
+
+
+def by_row(*parts: Entries) -> Entries:
+    """Join entries and sort them by row; in each row they keep their order."""
+    rows, columns, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    order = rows.argsort(stable=True)
+    return rows[order], columns[order], values[order]
+
+
+def positions_in_rows(rows: Tensor, counts: Tensor) -> Tensor:
+    """Position of each entry in its row, for entries sorted by row; `counts` entries a row."""
+    return torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[rows]
+
+
+def pack_rows(rows: Tensor, columns: Tensor, values: Tensor, num_rows: int, width: int) -> Entries:
+    """Move entries, sorted by row, to the front of [num_rows, width]: values, columns, counts.
+
+    The counts include the entries past the width.
+    """
+    counts = torch.bincount(rows, minlength=num_rows)
+    positions = positions_in_rows(rows, counts)
+    fits = positions < width
+    packed = []
+    for part in (values, columns):
+        slots = part.new_zeros(num_rows, width)
+        slots[rows[fits], positions[fits]] = part[fits]
+        packed.append(slots)
+    return packed[0], packed[1], counts.int()
+
+
+class SparseRows:
+    """What all formats share: the list of entries, and what follows from it. `shape` is (M, N)."""
+
+    shape: tuple[int, int]
+
+    def entries(self) -> Entries:
+        """Rows and columns [nnz] int64, values [nnz] of the pattern, by row, then by column."""
+        raise NotImplementedError
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Storage type of the values."""
+        return self.values.dtype
+
+    @property
+    def nnz(self) -> Tensor:
+        """Number of entries, 0-d int64; those of overflow rows are among them."""
+        return self.counts.sum()
+
+    def rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each row in turn its active columns [count] int64 and their values [count]."""
+        rows, columns, values = self.entries()
+        counts = torch.bincount(rows, minlength=self.shape[0]).tolist()
+        yield from zip(columns.split(counts), values.split(counts), strict=True)
+
+    def unpack(self) -> Tensor:
+        """The dense matrix [M, N], bit for bit what was packed, except +0.0 for -0.0."""
+        rows, columns, values = self.entries()
+        dense = values.new_zeros(self.shape)
+        dense[rows, columns] = values
+        return dense
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held (one shared with another object counts in both)."""
+        parts = [getattr(self, field.name) for field in fields(self)]
+        return sum(part.nbytes for part in parts if isinstance(part, Tensor | SparseRows))
+
+
+@dataclass(frozen=True, eq=False)
+class ELL(SparseRows):
+    """Row-wise ELLPACK with a count per row (ELLPACK-R).
+
+    values [M, W]; indices [M, W] uint16; counts [M] int32; n_cols = N. Paper: figure 1.
+    """
+
+    values: Tensor
+    indices: Tensor
+    counts: Tensor
+    n_cols: int
+
+    @classmethod
+    def pack(cls, dense: Tensor, width: int | None = None) -> ELL:
+        """Pack dense [M, N] into `width` slots a row; None takes the longest row.
+
+        Raises ValueError, naming the longest row, if it has more than `width` non-zeros.
+        """
+        check_dense(dense)
+        counts = (dense != 0).sum(1)
+        longest = int(counts.max()) if len(counts) else 0
+        if width is not None and longest > width:
+            raise ValueError(
+                f"row {int(counts.argmax())} has {longest} non-zeros, more than width={width}; "
+                f"a width of {longest} is needed"
+            )
+        return cls._from_entries(
+            active_entries(dense), dense.shape, longest if width is None else width
         )
-    return backup_rows
+
+    @classmethod
+    def _from_entries(cls, entries: Entries, shape: tuple[int, int], width: int) -> ELL:
+        values, columns, counts = pack_rows(*entries, shape[0], width)
+        return cls(values, columns.to(torch.uint16), counts, shape[1])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.values.shape[0], self.n_cols
+
+    def entries(self) -> Entries:
+        return in_slots(self.values, self.indices, self.counts)
 
 
 def _without_sign_of_zero(dense: Tensor) -> Tensor:
@@ -67,18 +191,6 @@ def _without_sign_of_zero(dense: Tensor) -> Tensor:
 
 class _TileFormat(SparseRows):
     """What TwELL and PackedTwELL share: slots per row and tile, and the dense overflow rows."""
-
-    def _check_tiles(self, name: str, *value_dtypes: torch.dtype) -> None:
-        """Check what both store; `name`: the tensor with the slots."""
-        check_columns("n_cols is", self.n_cols)
-        self._capacity(self.tile_n, self.compression)
-        num_rows, num_overflow = len(getattr(self, name)), len(self.overflow_rows)
-        if num_overflow > num_rows:
-            raise ValueError(f"overflow_rows names {num_overflow} rows, expected up to {num_rows}")
-        self._check_parts(
-            overflow_rows=((num_overflow,), torch.int32),
-            overflow_values=((num_overflow, self.n_cols), *value_dtypes),
-        )
 
     @classmethod
     def _capacity(cls, tile_n: int, compression: int) -> int:
@@ -144,14 +256,6 @@ class TwELL(_TileFormat):
 
     _words_for_count = 0
 
-    def __post_init__(self) -> None:
-        self._check_tiles("values", *DTYPES)
-        num_tiles = -(-self.n_cols // self.tile_n)
-        shape = len(self.values), num_tiles, self.tile_n // self.compression
-        counts = shape[:2], torch.int32
-        self._check_parts(values=(shape, *DTYPES), indices=(shape, torch.uint16), counts=counts)
-        self._check_parts(overflow_values=(tuple(self.overflow_values.shape), self.values.dtype))
-
     @classmethod
     def pack(cls, dense: Tensor, tile_n: int = 256, compression: int = 8) -> TwELL:
         """Pack dense [M, N]; N need not be a multiple of `tile_n`.
@@ -181,11 +285,6 @@ class PackedTwELL(_TileFormat):
     compression: int = 8
 
     _words_for_count = 1
-
-    def __post_init__(self) -> None:
-        self._check_tiles("words", torch.bfloat16, torch.float16)
-        num_words = -(-self.n_cols // self.tile_n) * (self.tile_n // self.compression)
-        self._check_parts(words=((len(self.words), num_words), torch.int32))
 
     @classmethod
     def pack(cls, dense: Tensor, tile_n: int = 256, compression: int = 8) -> PackedTwELL:
@@ -241,25 +340,12 @@ class TileUnion(SparseRows):
     n_cols: int
     block_m: int = 64
 
-    def __post_init__(self) -> None:
-        self._check_block(self.block_m)
-        total = len(self.indices)
-        self._check_parts(
-            offsets=((-(-self.n_rows // self.block_m) + 1,), torch.int64),
-            indices=((total,), torch.int32),
-            values=((self.block_m * total,), *DTYPES),
-        )
-
-    @staticmethod
-    def _check_block(block_m: int) -> None:
-        if block_m < 1:
-            raise ValueError(f"block_m={block_m}, expected at least 1")
-
     @classmethod
     def pack(cls, dense: Tensor, block_m: int = 64) -> TileUnion:
         """Pack dense [M, N]; ValueError for a `block_m` below 1."""
         check_dense(dense)
-        cls._check_block(block_m)
+        if block_m < 1:
+            raise ValueError(f"block_m={block_m}, expected at least 1")
         n_rows, n_cols = dense.shape
         num_blocks = -(-n_rows // block_m)
         padded = dense.new_zeros(num_blocks * block_m, n_cols)
@@ -310,30 +396,11 @@ class Hybrid(SparseRows):
     ell: E compact rows; backup [B, N], 0 where inactive; slot [M] int32: >= 0 is a row of `ell`, <
     0 is backup row ~slot. Unused rows of either hold counts of 0 and zeros. Paper: training, hybrid
     format.
-
-    The pattern, the active entries, is apart from the values: an active value may be 0, as in u or
-    in a gradient that was computed at the active entries of g. In `ell` the pattern is the counts.
-    In the backup it is the non-zeros of `pattern` [B, N]: the backup of the Hybrid that these
-    values were computed for, shared with it; None means `backup` itself.
     """
 
     ell: ELL
     backup: Tensor
     slot: Tensor
-    pattern: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        shape = self.backup.shape[0], self.ell.n_cols
-        self._check_parts(backup=(shape, self.ell.values.dtype))
-        most = shape[0] + self.ell.shape[0]
-        if self.slot.dim() != 1 or len(self.slot) > most:
-            raise ValueError(
-                f"slot has shape {tuple(self.slot.shape)}, expected one number for each of at most "
-                f"{self.ell.shape[0]} ELL rows and {shape[0]} backup rows"
-            )
-        self._check_parts(slot=(tuple(self.slot.shape), torch.int32))
-        if self.pattern is not None:
-            self._check_parts(pattern=(shape,))
 
     @classmethod
     def pack(cls, dense: Tensor, ell_width: int = 128, backup_rows: int | None = None) -> Hybrid:
@@ -343,15 +410,17 @@ class Hybrid(SparseRows):
         BufferOverflow, with the capacity needed, if it is too small.
         """
         check_dense(dense)
-        return cls._from_entries(active_entries(dense), dense.shape, ell_width, backup_rows)
-
-    @classmethod
-    def _from_entries(cls, entries, shape, ell_width: int, backup_rows: int | None) -> Hybrid:
-        """Build from entries sorted by row and in each row by column, none of whose values is 0."""
-        rows, columns, values = entries
+        shape = dense.shape
+        rows, columns, values = active_entries(dense)
         compact = torch.bincount(rows, minlength=shape[0]) <= ell_width
         needed = int((~compact).sum())
-        backup_rows = check_backup(needed, ell_width, backup_rows)
+        backup_rows = needed if backup_rows is None else backup_rows
+        if needed > backup_rows:
+            raise BufferOverflow(
+                f"{needed} rows have more than ell_width={ell_width} non-zeros, "
+                f"but backup_rows={backup_rows}; at least {needed} are needed",
+                needed,
+            )
         slot = torch.where(compact, compact.cumsum(0) - 1, ~((~compact).cumsum(0) - 1))
         short, slots = compact[rows], slot[rows]
         ell_entries = slots[short], columns[short], values[short]
@@ -370,46 +439,14 @@ class Hybrid(SparseRows):
 
     @property
     def nnz(self) -> Tensor:
-        """Number of active entries, values of 0 among them, 0-d int64."""
-        return self.ell.nnz + (self._backup_pattern != 0).sum()
-
-    @property
-    def _backup_pattern(self) -> Tensor:
-        return self.backup if self.pattern is None else self.pattern
+        """Number of non-zeros, 0-d int64."""
+        return self.ell.nnz + (self.backup != 0).sum()
 
     def entries(self) -> Entries:
         ell_rows, *ell_rest = self.ell.entries()
-        extra, *rest = active_entries(self._backup_pattern, self.backup)
+        extra, *rest = active_entries(self.backup)
         # The inverse of `slot`: a negative index counts from the end, so backup row b belongs to
         # token[~b].
         token = self.slot.new_zeros(self.ell.shape[0] + len(self.backup), dtype=torch.int64)
         token[self.slot.long()] = torch.arange(len(self.slot), device=self.slot.device)
         return by_row((token[ell_rows], *ell_rest), (token[~extra], *rest))
-
-    def with_entries(self, values: Tensor) -> Hybrid:
-        """The same pattern with other values [nnz], in the order of `entries`."""
-        rows, columns, _ = self.entries()
-        check_tensor("values", values, (len(rows),))
-        slots = self.slot.long()[rows]
-        positions = positions_in_rows(rows, torch.bincount(rows, minlength=self.shape[0]))
-        short = slots >= 0
-        ell_values = values.new_zeros(self.ell.values.shape)
-        ell_values[slots[short], positions[short]] = values[short]
-        backup = values.new_zeros(self.backup.shape)
-        backup[~slots[~short], columns[~short]] = values[~short]
-        return Hybrid(replace(self.ell, values=ell_values), backup, self.slot, self._backup_pattern)
-
-    def transpose(self, ell_width: int | None = None, backup_rows: int | None = None) -> Hybrid:
-        """The transpose [N, M] with sizes of its own; the pattern is kept, also where values are 0.
-
-        `ell_width` None takes twice the mean number of entries a row; `backup_rows` as in `pack`.
-        More than 65,536 tokens become columns with int32 indices. Raises BufferOverflow as `pack`
-        does. Paper: training, weight gradients.
-        """
-        rows, columns, values = self.entries()
-        order = columns.argsort(stable=True)
-        if ell_width is None:
-            ell_width = -(-2 * len(values) // max(1, self.shape[1]))
-        entries = columns[order], rows[order], torch.ones_like(values)
-        pattern = Hybrid._from_entries(entries, self.shape[::-1], ell_width, backup_rows)
-        return pattern.with_entries(values[order])

@@ -97,19 +97,19 @@ class Result(NamedTuple):
 
 
 class ActivityStats:
-    """Exact counters of a layer's activity, kept on its devices without synchronising with them.
+    """Exact counters of a layer's activity, kept on its device without synchronising with it.
 
     `neuron_counts` [N] int64: tokens for which each neuron was active. `histogram` [N + 1] int64:
     tokens by their number of active neurons, so that mean, maximum and every percentile are exact.
-    `counters` holds both by device; replicas and threads add to the same ones. They are not
-    registered buffers: DistributedDataParallel would overwrite them with rank 0's. Traces (fake
+    `counters` holds both; replicas and threads add to the same ones. They are not registered
+    buffers: DistributedDataParallel would overwrite them with rank 0's. Traces (fake
     tensors, the meta device, torch.export) and passes inside of torch.vmap are not counted.
     """
 
     def __init__(self, intermediate_size: int):
         self.intermediate_size = intermediate_size
         # Replaced and never written, so whoever holds an earlier one can put it back.
-        self.counters: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.counters: tuple[Tensor, Tensor] | None = None
 
     def record(self, active: Tensor, token_mask: Tensor | None = None) -> None:
         """Count `active` [M, N] bool; `token_mask` [M] is zero for padding, which is left out."""
@@ -124,9 +124,9 @@ class ActivityStats:
         keep = torch.ones_like(token_counts) if token_mask is None else token_mask.reshape(-1) != 0
         counts, device = token_counts.to(torch.int64), neuron_counts.device
         with _locked():
-            neurons, histogram = self.counters.get(device) or self._zeros(device)
+            neurons, histogram = (part.to(device) for part in self.counters or self._zeros(device))
             histogram = histogram.scatter_add(0, counts, keep.to(torch.int64))
-            self.counters = {**self.counters, device: (neurons + neuron_counts, histogram)}
+            self.counters = neurons + neuron_counts, histogram
 
     def _zeros(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         size = self.intermediate_size
@@ -134,14 +134,10 @@ class ActivityStats:
         return zeros[:size], zeros[size:]
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """Return (neuron_counts, histogram), summed on the first device, and start from zero."""
+        """Return (neuron_counts, histogram), and start from zero."""
         with _LOCK:
-            parts, self.counters = list(self.counters.values()), {}
-        (neurons, histogram), *others = parts or [self._zeros()]
-        for other in others:
-            neurons = neurons + other[0].to(neurons.device)
-            histogram = histogram + other[1].to(neurons.device)
-        return neurons, histogram
+            counted, self.counters = self.counters or self._zeros(), None
+        return counted
 
 
 def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, float]:

@@ -46,8 +46,7 @@ class TokenOrder(NamedTuple):
         Counts of active neurons keep the order; statistics do not depend on it.
         """
         l1 = None if result.l1 is None else result.l1.index_select(0, self.places)
-        y = result.y.index_select(0, self.places)
-        return result._replace(y=y, l1=l1, hidden=None)
+        return result._replace(y=result.y.index_select(0, self.places), l1=l1, hidden=None)
 
 
 def similar_side_by_side(vectors: Tensor, clusters: int = 64, rounds: int = 8) -> Tensor:

@@ -4,12 +4,10 @@
     ffn                         the dense layer, every activation     kernels/dense.py
     gate_pack                   the gate, packed                      kernels/gate.py
     up_down, down               one token after the other             kernels/rowwise.py, decode.py
-    union_up_down, union_down   blocks of tokens                      kernels/union.py, few.py
+                                blocks of tokens (of a TileUnion)     kernels/union.py, few.py
     union_train_forward         a training step by unions: forward    kernels/training.py
     union_train_backward        ... and backward                      kernels/training.py
-    ffn_forward, ffn_backward   the paper's training step             kernels/paper/hybrid.py
-
-The last two stand in hybrid_reference.py.
+                                the paper's, with blocks of 1 token   kernels/paper/hybrid.py
 
 A format of twell.sparse.formats lists the active neurons of each token. The functions loop over
 that list and read the weight rows of active neurons and no others. Nothing is tuned.
@@ -19,8 +17,8 @@ nn.Linear stores them); w_down [K, N]; b_gate and b_up [N]; b_down [K]. A layer 
 non-gated. All functions raise ValueError for shapes that do not fit.
 
 Precision: sums are in fp32 (fp64 inputs stay fp64). Values are rounded to x.dtype where a kernel
-stores them: g, and in training u, h, du and dg, by unions also dh. The fused inference kernel does
-not store u and h.
+stores them: g, and in training u, h, du and dg, in the union kernels also dh. The fused inference
+kernel does not store u and h.
 
 Non-finite values: a NaN in a row of x reaches that row of y and no other, since a NaN gate counts
 as active. An inf or NaN in weights of a neuron that is inactive for a token does not reach the
@@ -40,19 +38,6 @@ from torch.nn import functional as F
 
 from twell.sparse.activations import RELU, Activation, add_bias, wide
 from twell.sparse.formats import SparseRows, TileUnion, TwELL, check_tensor
-
-
-def matmul(sparse: SparseRows, weight: Tensor, act: Activation = RELU) -> Tensor:
-    """Sparse [M, N] times dense [N, K], not rounded; reads rows of active columns only.
-
-    The values are `act.of_gate` of the sparse ones.
-    """
-    check_tensor("weight", weight, (sparse.shape[1], weight.shape[1]))
-    weight = wide(weight)
-    out = weight.new_zeros(sparse.shape[0], weight.shape[1])
-    for m, (columns, values) in enumerate(sparse.rows()):
-        out[m] = wide(act.of_gate(values)) @ weight[columns]
-    return out
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -193,24 +178,31 @@ def up_down(
 
     h[n] is made of g[n] and u[n] = x . w_up[n] + b_up[n]. y is in x.dtype; b_down is added.
     g [M, N] is a TwELL, whose overflow rows come from beside the slots, or another format. u and h
-    are not rounded. Paper: inference, fused up and down.
+    are not rounded. Paper: inference, fused up and down. A TileUnion computes blocks of tokens, by
+    dense products with the weight rows of the block's union; ours, not the paper's.
     """
-    _check_up_down(x, g, w_up, w_down, b_up, b_down)
-    wide_x, wide_up, wide_down = wide(x), wide(w_up), wide(w_down.t())
-    y = torch.zeros_like(wide_x)
-    for m, (neurons, gate) in enumerate(g.rows()):
-        u = wide_up[neurons] @ wide_x[m]
-        if b_up is not None:
-            u += b_up[neurons]
-        y[m] = (wide(act.of_gate(gate)) * act.of_up(u)) @ wide_down[neurons]
-    return add_bias(y, b_down).to(x.dtype)
-
-
-def _check_up_down(x, g: SparseRows, w_up, w_down, b_up, b_down) -> None:
     Layer.checked(x, None, w_up, w_down, None, b_up, b_down)
     if g.shape != (expected := (x.shape[0], w_up.shape[0])):
         given, expected = (" x ".join(map(str, shape)) for shape in (g.shape, expected))
         raise ValueError(f"g is {given}, expected {expected}")
+    y = wide(torch.zeros_like(x))
+    for tokens, neurons, gate in _blocks(g):
+        u = linear(x[tokens], w_up[neurons], None if b_up is None else b_up[neurons])
+        # Where a token is inactive u may be anything, also infinite, and 0 * inf is NaN.
+        h = torch.where(gate != 0, wide(act.of_gate(gate)) * act.of_up(u), 0)
+        y[tokens] = h @ wide(w_down.t()[neurons])
+    return add_bias(y, b_down).to(x.dtype)
+
+
+def _blocks(g: SparseRows) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield tokens computed together as a slice, their neurons, and g [tokens, neurons]."""
+    if not isinstance(g, TileUnion):
+        for m, (neurons, gate) in enumerate(g.rows()):
+            yield slice(m, m + 1), neurons, gate[None]
+        return
+    for b in range(len(g.offsets) - 1):
+        neurons, gate = g.block(b)
+        yield slice(b * g.block_m, (b + 1) * g.block_m), neurons.long(), gate
 
 
 def down(
@@ -220,46 +212,10 @@ def down(
 
     g [M, N] is any format, and h is `act.of_gate(g)`. Paper: inference, non-gated layer.
     """
-    return add_bias(matmul(g, w_down.t(), act), b_down).to(g.dtype)
-
-
-def union_up_down(
-    x: Tensor,
-    g: TileUnion,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None = None,
-    b_down: Tensor | None = None,
-    act: Activation = RELU,
-) -> Tensor:
-    """As `up_down`, by blocks: two dense products with the weight rows of the block's union.
-
-    Ours, not the paper's: it exchanges some work on zeros for matrix products.
-    """
-    _check_up_down(x, g, w_up, w_down, b_up, b_down)
-    y = wide(torch.zeros_like(x))
-    for b in range(len(g.offsets) - 1):
-        tokens = slice(b * g.block_m, (b + 1) * g.block_m)
-        neurons, gate = g.block(b)
-        neurons = neurons.long()
-        u = linear(x[tokens], w_up[neurons], None if b_up is None else b_up[neurons])
-        # Where a token is inactive u may be anything, also infinite, and 0 * inf is NaN.
-        h = torch.where(gate != 0, wide(act.of_gate(gate)) * act.of_up(u), 0)
-        y[tokens] = h @ wide(w_down.t()[neurons])
-    return add_bias(y, b_down).to(x.dtype)
-
-
-def union_down(
-    g: TileUnion, w_down: Tensor, b_down: Tensor | None = None, act: Activation = RELU
-) -> Tensor:
-    """As `down`, by blocks: one dense product with the weight rows of the block's union."""
     check_tensor("w_down", w_down, (w_down.shape[0], g.shape[1]))
-    w_down = wide(w_down)
-    y = w_down.new_zeros(g.shape[0], w_down.shape[0])
-    for b in range(len(g.offsets) - 1):
-        neurons, gate = g.block(b)
-        h = wide(act.of_gate(gate))
-        y[b * g.block_m : (b + 1) * g.block_m] = h @ w_down.t()[neurons.long()]
+    y = wide(w_down.new_zeros(g.shape[0], w_down.shape[0]))
+    for tokens, neurons, gate in _blocks(g):
+        y[tokens] = wide(act.of_gate(gate)) @ wide(w_down.t()[neurons])
     return add_bias(y, b_down).to(g.dtype)
 
 
@@ -302,8 +258,8 @@ def union_train_forward(
 
     Returns y [M, K] in x.dtype; l1 [M], the sum over neurons of |h|, fp32 (fp64 for fp64);
     token_counts [M] int32, the active neurons of each token; neuron_counts [N] int32, the tokens of
-    each neuron; and the tensors for `union_train_backward`. Ours; the paper trains in the hybrid
-    format (App. B.2).
+    each neuron; and the tensors for `union_train_backward`. Ours. With a block of 1, whose union
+    is the token's list of active neurons, it is the paper's step (App. B.2).
     """
     layer = Layer.checked(*tensors, **named)
     x, w_gate, w_up, w_down, _, b_up, b_down = layer
@@ -326,7 +282,9 @@ def union_train_forward(
     return y, l1, token_counts, neuron_counts, SavedStep(layer, g, u, block, act)
 
 
-def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients:
+def union_train_backward(
+    saved: SavedStep, dy: Tensor, dl1: Tensor, round_dh: bool = True
+) -> Gradients:
     """The backward half: gradients of sum(y * dy) + sum(l1 * dl1), in x.dtype.
 
     dy [M, K]; dl1 [M], the gradient of each token's l1, so that h gets sign(h) * dl1[m]:
@@ -334,10 +292,13 @@ def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients
         dh = dy Wd + sign(h) dl1    du = dh G    dg = dh U dG/dg    dx = du Wu + dg Wg
         dWu = du^T x    dWg = dg^T x    dWd = dy^T h
 
-    G, U and what is 0: activations.py. Non-gated, du is dh dG/dg. Ours.
+    G, U and what is 0: activations.py. Non-gated, du is dh dG/dg. round_dh: round dh to x.dtype,
+    as the union kernels do and the paper's do not.
     """
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = saved.layer
-    check_step(x, dy, dl1)
+    check_tensor("dy", dy, tuple(x.shape))
+    check_tensor("dl1", dl1, (x.shape[0],))
+    stored = x.dtype if round_dh else wide(x).dtype
     g, u, act, active = saved.g, saved.u, saved.act, saved.g != 0
     h = factor = act.of_gate(g)
     if u is not None:
@@ -348,11 +309,11 @@ def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients
         dh = wide(dy[tokens]) @ wide(w_down.t()[neurons]).t()
         sign = wide(h[here]).sign() * dl1[tokens, None]
         if u is None:
-            dh = wide((dh + sign).to(x.dtype))
+            dh = wide((dh + sign).to(stored))
             da = act.through_gate(dh, wide(g[here]))
             du[here] = torch.where(active[here], da, 0).to(x.dtype)
         else:
-            dh = wide(dh.to(x.dtype)) + sign
+            dh = wide(dh.to(stored)) + sign
             reached = active[here] & (u[here] != 0) if act.both else active[here]
             du[here] = torch.where(reached, dh * wide(factor[here]), 0).to(x.dtype)
             da = act.through_gate(dh * wide(u[here]), wide(g[here]))
@@ -368,11 +329,6 @@ def union_train_backward(saved: SavedStep, dy: Tensor, dl1: Tensor) -> Gradients
         None if b_up is None else wide(du).sum(0).to(x.dtype),
         None if b_down is None else wide(dy).sum(0).to(x.dtype),
     )
-
-
-def check_step(x: Tensor, dy: Tensor, dl1: Tensor) -> None:
-    check_tensor("dy", dy, tuple(x.shape))
-    check_tensor("dl1", dl1, (x.shape[0],))
 
 
 def _weight_gradient(values: Tensor, rows: Tensor, active: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +26,6 @@ from torch import Tensor, nn
 from twell.sparse.activations import RELU
 from twell.sparse.calibration import default
 from twell.sparse.layer import SparseFFN, backend_status
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Capacity over the largest need of recent steps: memory spent to make retries rare.
 CAPACITY_MARGIN = 1.5
@@ -73,10 +69,8 @@ class SparseTraining:
         path: how gradients are computed, "union" or "hybrid" (the paper's); None: densely.
         reduce: takes an int64 tensor [layers] and returns its elementwise maximum over all
             processes; by default torch.distributed's, where it is initialised.
-        group: the processes that train this model, for the default `reduce`; None: all.
 
-    Raises ValueError for another path, for "hybrid" with another activation than ReLU, and for both
-    `reduce` and `group`. Ours.
+    Raises ValueError for another path, and for "hybrid" with another activation than ReLU. Ours.
     """
 
     def __init__(
@@ -85,14 +79,9 @@ class SparseTraining:
         *,
         path: str | None = "union",
         reduce: Callable[[Tensor], Tensor] | None = None,
-        group: ProcessGroup | None = None,
     ):
         if path not in (None, "union", "hybrid"):
             raise ValueError(f"path {path!r} is unknown; use 'union', 'hybrid' or None")
-        if reduce is not None and group is not None:
-            raise ValueError(
-                "reduce and group are both given; a function that reduces knows its processes"
-            )
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
         other = next((ffn for ffn in self.layers if ffn.act != RELU), None)
         if path == "hybrid" and other is not None:
@@ -103,7 +92,7 @@ class SparseTraining:
         if any(ffn.quantized for ffn in self.layers):
             raise ValueError("the model has FP8 weights, which cannot train; twell.dequantize_ it")
         self.path = path if backend_status()["triton"] is None else None
-        self.reduce = reduce or partial(_largest, group=group)
+        self.reduce = reduce or _largest
         largest = max((ffn.intermediate_size for ffn in self.layers), default=1)
         self.capacities = capacities(largest)
         self.capacity = self.capacities[0]
@@ -115,12 +104,6 @@ class SparseTraining:
         self._recent: deque[int] = deque(maxlen=RECENT)  # the largest need of each step
         self._running: object = None  # identifies the attempts under way
         self._decide()
-
-    def __enter__(self) -> SparseTraining:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def allow_recompiling(self) -> None:
         """Let torch.compile make the code that changing layers need, for the whole process.
@@ -308,10 +291,10 @@ def capacities(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-def _largest(numbers: Tensor, group: ProcessGroup | None) -> Tensor:
+def _largest(numbers: Tensor) -> Tensor:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group)
+        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
     return numbers
 
 

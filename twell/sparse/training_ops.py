@@ -124,12 +124,10 @@ class TrainPath:
                 f"{act.name!r} with threshold {act.threshold:g}"
             )
         num_tokens = x.shape[0]
-        if num_tokens == 0:
-            raise ValueError("x has no token, expected at least 1")
-        if not 1 <= capacity < MAX_ENTRIES / num_tokens:
+        if not num_tokens or not 1 <= capacity < MAX_ENTRIES / num_tokens:
             raise ValueError(
-                f"capacity={capacity} for {num_tokens} tokens, expected 1 or more, "
-                f"and below {MAX_ENTRIES} entries in all"
+                f"capacity={capacity} for {num_tokens} tokens, expected 1 or more of "
+                f"each, and below {MAX_ENTRIES} entries in all"
             )
         if token_mask is not None and token_mask.numel() != num_tokens:
             raise ValueError(

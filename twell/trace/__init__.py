@@ -7,9 +7,9 @@ exact, and for each neuron a few places in the text. Both have the same methods 
 
     records     the two records, their methods and files
     texts       from text to token ids, and back to the string of each token
-    watch       runs a model and hands its active entries to an observer
     counter     the observers that fill an aggregate
-    tracing     traces and aggregates of texts, sequences and runs; the loss without a neuron
+    tracing     runs a model for traces and aggregates of texts, sequences and runs; the loss
+                without a neuron
     neurons     where single neurons fire, and the token each is most specific to
 
 The public functions load at first use: reading a file loads neither torch nor transformers.

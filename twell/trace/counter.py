@@ -1,14 +1,14 @@
 """Counts the activity of a model, and chooses the places in the text that show a neuron.
 
-`Counter` observes a first run (watch.py): exact counts, the strongest firings of each neuron and an
-even sample of them. `Near` observes a second run: the values at the tokens around these places.
-`Counter.finish` keeps as many places, and as many words around them, as the file may have. Neither
-batches nor the device change the counts. The samples depend on seed and order of tokens.
+`Counter` observes a first run of `tracing.watch`: exact counts, the strongest firings of each
+neuron and an even sample of them. `Near` observes a second run: the values at the tokens around
+these places. `Counter.finish` keeps as many places, and as many words around them, as the file may
+have. Neither batches nor the device change the counts. The samples depend on seed and order of
+tokens.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -45,17 +45,10 @@ class Contexts(NamedTuple):
 # An aggregate takes the first row that keeps its file within its limit. Counts are never reduced.
 CONTEXTS = (
     Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 24, 12, 8),
-    Contexts(8, [0.1, 0.3, 0.5, 0.7, 0.9], 16, 8, 8),
     Contexts(8, [0.1, 0.5, 0.9], 12, 4, 5),
-    Contexts(5, [0.1, 0.5, 0.9], 12, 4, 5),
     Contexts(3, [0.1, 0.5, 0.9], 12, 4, 5),
-    Contexts(3, [0.1, 0.5, 0.9], 8, 3, 3),
     Contexts(3, [0.5], 8, 3, 3),
-    Contexts(2, [0.5], 8, 3, 3),
-    Contexts(2, [0.5], 5, 2, 1),
     Contexts(1, [0.5], 5, 2, 1),
-    Contexts(1, [0.5], 3, 1, 0),
-    Contexts(1, [], 3, 1, 0),
     Contexts(0, [], 0, 0, 0),
 )
 
@@ -245,24 +238,16 @@ class Counter:
         partners = self._together(self.num_tokens - len(sequences))
         meta = meta | {"num_tokens": self.num_tokens, "max_bytes": max_bytes}
 
-        def aggregate(contexts: Contexts) -> Aggregate:
+        for contexts in CONTEXTS:
             kept, wanted = contexts._asdict(), CONTEXTS[0]._asdict()
             reduced = {name: wanted[name] for name in wanted if kept[name] != wanted[name]}
             at, phi = (part[..., : contexts.together] for part in partners)
             together = {"together_at": at, "together": rounded(phi)}
-            shown = near.shown(contexts)
             described = meta | {"kept": kept, "reduced": reduced}
-            return Aggregate(**counts, **together, **shown, meta=described)
-
-        def size(contexts: Contexts) -> int:
-            return len(aggregate(contexts).pack())
-
-        # Packing is slow, and rows get smaller: bisection needs four trials.
-        first = bisect.bisect_left(CONTEXTS, True, key=lambda row: size(row) <= max_bytes)
-        if first == len(CONTEXTS):
-            needed = size(CONTEXTS[-1])
-            raise ValueError(f"the counts alone need {needed} bytes; max_bytes is {max_bytes}")
-        return aggregate(CONTEXTS[first])
+            result = Aggregate(**counts, **together, **near.shown(contexts), meta=described)
+            if (size := len(result.pack())) <= max_bytes:
+                return result
+        raise ValueError(f"the counts alone need {size} bytes; max_bytes is {max_bytes}")
 
     def _counts(
         self, sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase

@@ -90,7 +90,7 @@ class Trace(Record):
 
     Token t activates in layer l the neurons indices[indptr[l * T + t] : indptr[l * T + t + 1]],
     ascending; values are their h. A neuron is active where g != 0 (not gated: h != 0), so a stored
-    value can be 0. Raises ValueError when the sizes do not fit together.
+    value can be 0.
     """
 
     kind, compression = "a trace", zipfile.ZIP_DEFLATED
@@ -106,21 +106,6 @@ class Trace(Record):
     values: np.ndarray  # float32
     intermediate_size: int  # N
     meta: dict = field(default_factory=dict)  # where model and text came from
-
-    def __post_init__(self):
-        tokens, rows, entries = self.num_tokens, len(self.indptr) - 1, len(self.indices)
-        for name in PER_TOKEN:
-            if (length := len(getattr(self, name))) != tokens:
-                raise ValueError(f"{name} has {length} entries; the trace has {tokens} tokens")
-        if rows < 0 or (rows % tokens if tokens else rows):
-            raise ValueError(
-                f"indptr has {rows + 1} entries; expected layers x {tokens} tokens + 1"
-            )
-        if not entries == len(self.values) == self.indptr[-1]:
-            sizes = f"{entries} indices and {len(self.values)} values"
-            raise ValueError(f"{sizes}; indptr ends at {self.indptr[-1]}")
-        if entries and self.indices.max() >= self.intermediate_size:
-            raise ValueError(f"neuron {self.indices.max()} in a layer of {self.intermediate_size}")
 
     @staticmethod
     def dtype(intermediate_size: int) -> np.dtype:
@@ -256,7 +241,7 @@ class Aggregate(Record):
 
     Counts are int64 and exact. Tokens are numbered over all sequences. The methods `histogram`,
     `by_token`, `by_position`, `neurons`, `unions` and `overflows` return what those of `Trace`
-    return. Raises ValueError when counts do not add up to the tokens of the sequences.
+    return.
     """
 
     # On counts, LZMA saves a third of the bytes that deflate leaves.
@@ -312,10 +297,6 @@ class Aggregate(Record):
         for name, (dtype, shape) in LATER.items():
             if getattr(self, name) is None:
                 setattr(self, name, np.zeros((*self.value_sum.shape, *shape), dtype))
-        tokens, histogram = self.num_tokens, self.active_histogram[:1]
-        for name, counts in (("occurrences", self.occurrences), ("active_histogram", histogram)):
-            if (total := counts.sum()) != tokens:
-                raise ValueError(f"{name} counts {total} tokens; the sequences have {tokens}")
 
     @property
     def num_tokens(self) -> int:

@@ -6,13 +6,11 @@ baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate
 --fsdp_version 2`. The seed and the number of a step decide its text.
 
     start           `train`: holds the lock of the folder, checks it, runs the loop
-    loop            the run: steps, rows, validations, checkpoints
-    build           model, compilation, optimiser, rows of log.csv, Ctrl-C
+    loop            the run: model, optimiser, steps, rows, validations, Ctrl-C
     text            the tokens of a run and their hashes; loss and activity on held-out text
     dead            dead neurons: windows and remedies
     steer           steers activity to the wanted share
     relufy          a pretrained model that learns from itself, with ReLU
-    samples         the text that this model writes
     checkpoint      the last two checkpoints
 
 The public functions load at first use.
@@ -24,9 +22,9 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
-        ".build": "Log activity_columns",
+        ".loop": "Log activity_columns",
         ".dead": "DeadWindow balance reinitialize",
-        ".relufy": "Student fit_down relufy_config",
+        ".relufy": "Student relufy_config",
         ".start": "train",
         ".text": "evaluate run_text text_hashes",
     },

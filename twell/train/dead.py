@@ -59,7 +59,6 @@ def reinitialize(
     """
     seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     generator = torch.Generator().manual_seed(seed)
-    _check_trained(model)
     for ffn, rows in zip(sparse_ffns(model), dead, strict=True):
         weight = ffn.first.weight
         noise = torch.randn(weight.shape, generator=generator) * model.config.initializer_range
@@ -78,7 +77,6 @@ def balance(model: SparseLlamaForCausalLM) -> None:
     |h| by what a neuron adds to the residual stream. A fresh column has this length,
     `initializer_range` sqrt(K). Columns of zeros and Adam's moments stay. Not in the paper.
     """
-    _check_trained(model)
     for ffn in sparse_ffns(model):
         down, up = ffn.down_proj.weight, ffn.up_proj.weight
         lengths = (down.full_tensor() if isinstance(down, DTensor) else down).norm(dim=0)
@@ -88,11 +86,6 @@ def balance(model: SparseLlamaForCausalLM) -> None:
         up.mul_(_placed(factor[:, None], up))
         if ffn.up_proj.bias is not None:
             ffn.up_proj.bias.mul_(_placed(factor, ffn.up_proj.bias))
-
-
-def _check_trained(model: SparseLlamaForCausalLM) -> None:
-    if any(ffn.quantized for ffn in sparse_ffns(model)):
-        raise ValueError("the model has FP8 weights, which cannot change; twell.dequantize_ it")
 
 
 def _placed(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,10 @@ uncompiled, the losses alone move several MB a token. Ours; the paper trains fro
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,8 @@ from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.loading import load_stock, resolve, stock_config
 from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
-from twell.train.samples import Plan
 
 CHUNK = 2048  # tokens whose logits exist at a time
-RIDGE = 1e-2  # of the fit
 # Fields of a configuration that the teacher decides, and their names in the teacher's.
 OF_TEACHER = {
     "vocab_size": "vocab_size",
@@ -91,9 +88,6 @@ class Student(nn.Module):
         """Return the student of a configuration, with its teacher on `device`."""
         kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
         teacher = load_stock(config.teacher, kind).to(device)
-        for name, weight in teacher.named_parameters():
-            if not weight.isfinite().all():
-                raise ValueError(f"{name} of the teacher {config.teacher} is not finite")
         teacher.requires_grad_(False).eval()
         student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change the weights little
@@ -236,98 +230,15 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
     return student
 
 
-# --- the fit of down projections before training
-
-
-@torch.no_grad()
-def fit_down(
-    student: Student, batches: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]
-) -> Iterator[int]:
-    """Fit a student's down projections in place, by least squares; yield each layer's number.
-
-    With ReLU in place of SiLU a layer has other activations h. Decoder layer after decoder layer,
-    the down projection W becomes W + D with the D that minimises, over tokens of the text,
-
-        sum |D h - e|^2 + RIDGE * mean(sum h_n^2) * |D|^2,    e = wanted - found,
-
-    where `wanted` and `found` are the outputs of the decoder layer in the teacher and in the
-    student, each after its own earlier layers: so a layer also corrects the error of earlier ones.
-
-    batches: token ids [B, S] of this process, all of one size, on the teacher's device. It holds
-    both models' hidden states of all batches; a student elsewhere moves there one layer at a time.
-    reduce: returns the sum of a tensor over processes, so that all get the same weights. Raises
-    ValueError for a layer whose activations are not finite. Ours.
-    """
-    student.eval()
-    teacher, device, home = student.teacher[0].base_model, batches[0].device, student.device
-    given = _arguments(teacher, batches[0])  # `own` replaces some for the student's layers
-    wanted = [teacher.get_input_embeddings()(ids) for ids in batches]
-    embedding = student.model.get_input_embeddings()
-    found = [embedding(ids.to(home)).to(device) for ids in batches]
-    rotary = student.model.rotary_emb.to(device)  # in fp32; the teacher's may be in bf16
-    own = {"position_embeddings": rotary(found[0], given[0]["position_ids"])}
-    rotary.to(home)
-    models = teacher.layers, student.model.layers, student.ffns, given
-    for number, (original, layer, ffn, named) in enumerate(zip(*models, strict=True)):
-        layer.to(device)
-        seen: list[Tensor] = []  # the input of the feed-forward layer
-        hook = ffn.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0]))
-        weight = ffn.down_proj.weight
-        size, width = weight.shape
-        square, product = (weight.new_zeros(width, columns) for columns in (width, size))
-        for index, hidden in enumerate(found):
-            wanted[index] = original(wanted[index], **named)
-            error = (wanted[index].float() - layer(hidden, **named | own).float()).flatten(0, -2)
-            h = ffn.activations(seen.pop())[1].float().flatten(0, -2)
-            square.addmm_(h.T, h)
-            product.addmm_(h.T, error)
-        hook.remove()
-        weight += _solved(reduce(square), reduce(product), number).T.to(weight.dtype)
-        torch.clear_autocast_cache()  # it holds the old weight
-        for index, hidden in enumerate(found):
-            found[index] = layer(hidden, **named | own)
-        layer.to(home)
-        yield number
-
-
-def _arguments(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
-    """Return each decoder layer's arguments for `ids`, without the hidden states."""
-    given: dict[nn.Module, dict[str, Any]] = {}
-
-    def keep(layer: nn.Module, _: tuple, named: dict[str, Any]) -> None:
-        given[layer] = {name: value for name, value in named.items() if name != "hidden_states"}
-
-    hooks = [layer.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.layers]
-    model(input_ids=ids, use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    return [given[layer] for layer in model.layers]
-
-
-def _solved(square: Tensor, product: Tensor, number: int) -> Tensor:
-    """Return D^T [N, K] for the sums h h^T [N, N] and h e^T [N, K]."""
-    square, product = square.double(), product.double()
-    mean = square.diagonal().mean()
-    if not (mean.isfinite() and product.isfinite().all()):
-        raise ValueError(f"layer {number} of the student has activations that are not finite")
-    if not mean:  # no neuron fires
-        return product
-    square.diagonal().add_(RIDGE * mean)
-    return torch.cholesky_solve(product, torch.linalg.cholesky(square))
-
-
 # --- from a model to a configuration
 
 
-def relufy_config(
-    name: str | Path, overrides: Sequence[str] = (), say: Callable[[str], None] = print
-) -> TrainConfig:
+def relufy_config(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """Return the configuration that relufies a model: configs/relufy.yaml with the model's sizes.
 
     name: a folder, a run, or a name on the hub, of a type in RELUFIABLE. overrides: fields as
-    key=value. Without a `source`, or with a `sampled_share`, the text is of a file that the teacher
-    writes when the training starts. Raises ValueError for another type of model, for fields that
-    the teacher decides, and for fields that do not fit the model or each other.
+    key=value, `source` among them. Raises ValueError for another type of model, without a source,
+    for fields that the teacher decides, and for fields that do not fit the model or each other.
     """
     folder = resolve(name)
     teacher = str(folder) if Path(name).is_dir() else str(name)
@@ -336,13 +247,15 @@ def relufy_config(
         known = ", ".join(RELUFIABLE)
         raise ValueError(f"{name} is a {config.model_type} model; relufy knows {known}")
     given = [override.partition("=")[0] for override in overrides]
+    if "source" not in given:
+        raise ValueError("give source=, the text from which the student learns, such as a file")
     fields = {field: getattr(config, own) for field, own in OF_TEACHER.items()}
     fields |= {"teacher": teacher, "tokenizer": teacher}
     fields["gated"] = getattr(config, "gated_mlp", True)
     if theta := (config.rope_parameters or {}).get("rope_theta"):
         fields["rope_theta"] = theta
     for field in given:
-        if field in (*fields, "samples", "activation"):
+        if field in (*fields, "activation"):
             raise ValueError(f"{field} follows from the teacher {name}; leave it out")
     fields["context"] = min(1024, config.max_position_embeddings)
     fields["threshold"] = getattr(config, "activation_threshold", 0.0)
@@ -352,21 +265,10 @@ def relufy_config(
         if field not in given
     ]
     loaded = TrainConfig.load("relufy", [*written, *overrides])
-    has_source, share = "source" in given, loaded.sampled_share
     if loaded.context > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise ValueError(f"context is {loaded.context}; {name} reads at most {most}")
     if loaded.threshold and config.model_type not in LLAMAS:
         kind = f"the teacher is a {config.model_type}; only a Llama can save a threshold"
         raise ValueError(f"threshold is {loaded.threshold}, and {kind}")
-    if share and (loaded.source.startswith("hf:") or not has_source):
-        raise ValueError(f"sampled_share is {share}; it needs a source that is not streamed")
-    if loaded.sampled_chat and has_source and not share:
-        raise ValueError("sampled_chat is true, and the teacher writes nothing: set sampled_share")
-    if config.hidden_act == "relu":
-        say(f"{name} has ReLU already: it learns its own predictions, and the L1 term")
-    if has_source:
-        samples = Plan(loaded).path.name if share else None
-        return dataclasses.replace(loaded, samples=samples)
-    parse = loaded.parse_special or loaded.sampled_chat
-    return dataclasses.replace(loaded, source=str(Plan(loaded).path), parse_special=parse)
+    return loaded

@@ -19,7 +19,6 @@ from twell import results
 from twell.config import TrainConfig
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
-from twell.train.samples import write_samples
 
 
 def train(
@@ -79,7 +78,6 @@ def train(
             return folder
         sharded = accelerator.distributed_type == DistributedType.FSDP
         check_shares(config, accelerator.num_processes, sharded)
-        write_samples(config, print if main and not quiet else lambda line: None)
         return Run(config, folder, accelerator, quiet, resume).train()
 
 

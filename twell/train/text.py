@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from twell import corpus, results
 from twell.config import TrainConfig
-from twell.models import SparseLlamaForCausalLM
+from twell.models import SparseLlamaForCausalLM, resolve
 from twell.sparse.layer import summarize_activity
 from twell.train.relufy import Student
 
@@ -29,6 +30,14 @@ def text_hashes(
 
 def _sha256(tokens: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(tokens)).hexdigest()
+
+
+def teacher_hash(name: str | Path) -> str:
+    """Return the SHA-256 of a model's configuration and weights."""
+    folder, hashes = resolve(name), []
+    for pattern in ("config.json", "*.safetensors", "pytorch_model*.bin"):
+        hashes += [(file.name, results.file_hash(file)) for file in sorted(folder.glob(pattern))]
+    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
 
 def run_text(run: str | Path, valid_tokens: int | None = None) -> corpus.Blocks:
