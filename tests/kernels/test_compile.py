@@ -1,9 +1,9 @@
-"""Every kernel compiles without a GPU, fits the shared memory, and keeps its indices in range.
+"""Every kernel compiles without a GPU and fits the shared memory, its grids what CUDA allows.
 
 Kernels in Gluon share out registers themselves; they must fit too, and spill none.
 
-compiled.py compiles in a subprocess, and ir.py checks the compiled code. The Triton of
-requirements.gpu.lock compiles the kernels as well as the installed one does.
+compiled.py compiles in a subprocess. The Triton of requirements.gpu.lock compiles the kernels as
+well as the installed one does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.kernels.ir_samples import INDEX_MODES
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -49,11 +47,6 @@ DIRECT = {
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"  # architectures with tensor cores for it
 IN_FP8 = {"twell.kernels.float8.quantize_kernel"}
 ON_HOPPER = {"twell.kernels.gate_hopper.gate_hopper_kernel"}
-# Expressions that `ir.overflows` cannot know to be in range, by file.
-BOUNDED = {
-    ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
-    ("kernels/union.py", "block * BM"): "the first token of a block in the queue, so below M",
-}
 
 
 def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
@@ -126,22 +119,7 @@ def test_compiled_code_launches_decode_by_itself(tmp_path):
 
 
 @slow
-def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
+def test_grids_are_in_range_at_the_largest_sizes(tmp_path):
     launched, problems = in_subprocess(tmp_path, "launch", "sm_90")
     assert set(launched) == NAMES
-    reported = {(file, expression) for file, _, expression, _ in problems}
-    assert set(BOUNDED) <= reported, "BOUNDED has an expression that is not reported"
-    problems = [p for p in problems if (p[0], p[2]) not in BOUNDED]
-    assert not problems, "\n".join("{}:{}: {} reaches {}".format(*p) for p in problems)
-
-
-@slow
-@pytest.mark.parametrize("older", [False, True])
-def test_checks_find_what_they_should(older, tmp_path):
-    buffers, indices, again = in_subprocess(tmp_path, "samples", "sm_90", older=older)
-    assert [len(again[mode]) for mode in ("once", "again", "barrier")] == [0, 1, 0]
-    plain, (registers, ahead) = buffers  # the load of the second also feeds registers
-    assert not plain and registers.startswith("read by a product and into registers")
-    assert ahead.startswith("2 copies ahead in 2 buffers")
-    reported = {mode: [tuple(problem[2:]) for problem in indices[mode]] for mode in indices}
-    assert reported == INDEX_MODES
+    assert not problems, "\n".join(problems)
