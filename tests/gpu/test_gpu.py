@@ -267,24 +267,6 @@ def test_compiled_by_inductor_as_one_graph(path, mode):
         torch.testing.assert_close(residual(tensors["x"]), expected, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 500])
-def test_two_models_on_two_streams(num_tokens):
-    models = [skewed(num_tokens, seed=SEED), skewed(num_tokens, 1024, 2816, seed=SEED + 1)]
-    expected = [[factories.PATHS[path](**tensors) for path in PATHS] for tensors in models]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    torch.cuda.synchronize()
-    for _ in range(5):
-        results = [[], []]
-        for i, path in enumerate(PATHS):
-            for model, (tensors, stream) in enumerate(zip(models, streams, strict=True)):
-                with torch.cuda.stream(stream):
-                    results[model].append(factories.PATHS[path](**tensors))
-                    assert len(results[model]) == i + 1
-        torch.cuda.synchronize()
-        for ours, right in zip(results, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, right, strict=True))
-
-
 @two_gpus
 @pytest.mark.parametrize("num_tokens", [1, 200, 700])
 def test_auto_on_a_device_that_is_not_the_current_one(num_tokens):

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -14,7 +13,7 @@ import yaml
 
 pytest.importorskip("triton")
 
-from tests import fuzz, fuzz_training
+from tests import fuzz_training
 from tests.factories import ops
 from tests.factories.sparse import watched
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
@@ -268,30 +267,6 @@ def test_sharded_over_two_gpus_the_losses_are_those_of_one(tmp_path, compile):
         np.testing.assert_allclose(*values, rtol=rtol, err_msg=metric)
     launched = results.load_provenance(tmp_path / "two")["command"]
     assert "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP" in launched
-
-
-@pytest.mark.parametrize("path", PATHS)
-@hypothesis.given(fuzz.cases(large=True))
-def test_random_case(path, case):
-    fuzz_training.check_training(case, "cuda", path, beyond=True)
-
-
-@two_gpus
-@pytest.mark.parametrize("path", PATHS)
-def test_a_device_that_is_not_the_current_one(path):
-    tensors = skewed(300)
-    results = []
-    for device in ("cuda:0", "cuda:1"):
-        leaves = {name: None if t is None else t.detach().to(device) for name, t in tensors.items()}
-        leaves["w_down"] = leaves["w_down"].t().contiguous().t()
-        leaves = leaves_of(leaves)
-        with torch.cuda.device(0):
-            trained = ops.train(path, 5632, **leaves)
-            (trained.y.float().square().sum() + trained.l1.sum()).backward()
-        gradients = [t.grad for t in leaves.values() if t is not None]
-        results.append([trained.y, trained.l1, *gradients])
-    for a, b in zip(*results, strict=True):
-        assert b.device.index == 1 and torch.equal(a, b.to("cuda:0"))
 
 
 @two_gpus

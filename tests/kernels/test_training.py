@@ -46,7 +46,7 @@ def assert_same(results, expected):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@hypothesis.given(fuzz.cases(), strategies.sampled_from([1, 16, 64]))
+@hypothesis.given(fuzz.cases(large=DEVICE == "cuda"), strategies.sampled_from([1, 16, 64]))
 def test_random_case(path, case, dense_from):
     if DEVICE == "cpu":
         tokens, neurons = min(case.num_tokens, 70), min(case.intermediate_size, 40)
