@@ -1,6 +1,6 @@
 """Compiles the kernels without a GPU; run by test_compile.py.
 
-    python -m tests.kernels.compiled compile|launch|again|trace ARCHITECTURE [VARIANTS]
+    python -m tests.kernels.compiled compile|launch|again ARCHITECTURE [VARIANTS]
 
 The paths run on CPU or meta tensors, with a driver that names the architecture. Launches compile
 and do not run. Prints Triton's version and the results as JSON.
@@ -8,7 +8,6 @@ and do not run. Prints Triton's version and the results as JSON.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import subprocess
@@ -21,15 +20,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import CompiledKernel
-from triton.runtime import Autotuner, JITFunction, driver
+from triton.runtime import JITFunction, driver
 
-from tests.factories.ops import run
 from twell.kernels import decode, dense, float8, options, rowwise, training, union
 from twell.kernels import launch as launch_module
 from twell.kernels.common import Gradients
@@ -306,48 +300,6 @@ def launch_again(architecture: str) -> list[tuple[list, list]]:
     return results
 
 
-def trace(architecture: str) -> list[tuple[str, list, list]]:
-    """Decoding in code of torch.compile: a name, its launches, and its other operators.
-
-    A launch is a kernel, and the tensors that torch takes it to write to.
-    """
-    driver.set_active(Driver(GPUTarget("cuda", int(architecture[3:]), 32)))
-    options.architecture = lambda device: architecture
-    results, graphs = [], []
-
-    def keep(module, _):
-        graphs.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    sizes = (1, False), (4, False), (5, False), (2, True)
-    for fp8, (num_tokens, any_number) in itertools.product((True, False), sizes):
-        x, layer = empty_layer(num_tokens, 300, 2048, gated=True)
-        given = [x, layer.w_gate, layer.w_up, layer.w_down_t.t(), *layer[3:6]]
-        if fp8:
-            given[:3] = [t.to(FLOAT8) for t in given[:3]]
-            given += [empty(size, dtype=torch.float32) for size in (num_tokens, 300, 300)]
-        torch.compiler.reset()
-        compiler = aot_autograd(fw_compiler=keep)
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            given = [None if t is None else torch.empty_like(t, device="cuda") for t in given]
-            for tensor in (given[0], *given[7:8]) if any_number else ():
-                torch._dynamo.mark_dynamic(tensor, 0)
-            torch.compile(partial(run, "decode"), fullgraph=True, backend=compiler)(*given)
-        nodes = [node for node in graphs.pop().nodes if node.op == "call_function"]
-        launches = [node for node in nodes if "triton" in str(node.target)]
-        others = sorted({str(node.target) for node in nodes} - {str(n.target) for n in launches})
-        launches = [(launched_by(node), node.kwargs["tensors_to_clone"]) for node in launches]
-        results.append((f"{fp8=} {num_tokens=} {any_number=}", launches, others))
-    return results
-
-
-def launched_by(node: torch.fx.Node) -> str:
-    """The kernel of a node; torch wraps those with launch options in a tuner."""
-    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-    return full_name(kernel.fn if isinstance(kernel, Autotuner) else kernel)
-
-
 if __name__ == "__main__":
-    tasks = {"compile": compile_all, "launch": launch_largest}
-    tasks |= {"again": launch_again, "trace": trace}
+    tasks = {"compile": compile_all, "launch": launch_largest, "again": launch_again}
     print(json.dumps((triton.__version__, tasks[sys.argv[1]](*sys.argv[2:]))))

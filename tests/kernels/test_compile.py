@@ -106,19 +106,6 @@ def test_a_known_case_is_launched_as_triton_does(older, tmp_path):
 
 
 @slow
-def test_compiled_code_launches_decode_by_itself(tmp_path):
-    """And takes only results for written: what else it took for written, it would copy."""
-    kernel = "twell.kernels.decode.decode_{}_kernel".format
-    results = {kernel("up"): ["h_ptr", "flags_ptr"], kernel("down"): ["lists_ptr", "y_ptr"]}
-    traced = in_subprocess(tmp_path, "trace", "sm_90")
-    assert len(traced) == 8
-    for name, launches, others in traced:
-        by_itself = "num_tokens=5" not in name and "any_number=False" in name
-        assert dict(launches) == (results if by_itself else {}), name
-        assert ("twell.ffn.default" in others) != by_itself, name
-
-
-@slow
 def test_grids_are_in_range_at_the_largest_sizes(tmp_path):
     launched, problems = in_subprocess(tmp_path, "launch", "sm_90")
     assert set(launched) == NAMES

@@ -19,7 +19,7 @@ from twell import SparseFFN, SparseTraining
 from twell.kernels import entries, training, weight_gradients
 from twell.kernels.common import Gradients
 from twell.kernels.paper import hybrid, hybrid_format
-from twell.sparse import hybrid_reference, training_ops
+from twell.sparse import training_ops
 from twell.sparse.activations import get_activation
 
 slow = pytest.mark.slow
@@ -158,26 +158,6 @@ def test_overflow_is_reported_and_the_least_capacity_suffices(path, monkeypatch)
     assert_same(results, expected)
 
 
-@pytest.mark.parametrize("num_tokens, num_neurons", [(1, 300), (65, 1), (100_000, 5632)])
-def test_the_hybrid_format_needs_the_least_capacity_that_fits(num_tokens, num_neurons):
-    """Tokens and neurons beyond a list's length have backup rows."""
-
-    def suffices(capacity):
-        token_rows = hybrid_format.backup_rows(num_tokens, num_neurons, capacity)
-        rows = hybrid_format.transposed_rows(num_tokens, num_neurons, token_rows)
-        long = int((counts > hybrid_format.list_width(num_tokens)).sum())
-        return heavy <= token_rows and long <= rows
-
-    numbers = torch.randn(num_neurons, generator=torch.Generator().manual_seed(SEED))
-    for spread, part in ((0.0, 0.0), (1.5, 0.001), (4.0, 0.3), (0.0, 1.0), (4.0, 0.0)):
-        rate = numbers.mul(spread).add(-3).exp().clamp(max=1)
-        counts = (rate * num_tokens).round().int().to(DEVICE)
-        heavy = torch.tensor([round(part * num_tokens)], dtype=torch.int32, device=DEVICE)
-        needed = torch.empty((), dtype=torch.int64, device=DEVICE)
-        hybrid_format.least_capacity(counts, heavy, num_tokens, needed)
-        assert suffices(int(needed)) and not (needed > 0 and suffices(int(needed) - 1))
-
-
 @pytest.mark.parametrize(
     "path, module, name",
     [
@@ -197,25 +177,6 @@ def test_parts_give_the_same_bits(path, module, name, monkeypatch):
 
 
 # Values that are not finite
-
-
-@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=slow)])
-@pytest.mark.parametrize("gated", [True, pytest.param(False, marks=slow)])
-def test_a_row_that_is_not_finite_is_that_of_the_reference(gated, value):
-    """In lists, where it reaches its own row of y and dx, and the weights of its active neurons."""
-    step = step_of("hybrid", 3, 20, 16, gated=gated)
-    t = step.tensors
-    # No zeros where the value goes, so that it makes infinities and not only NaN.
-    for w in (t["w_gate"], t["w_up"], t["w_down"].t()):
-        if w is not None:
-            w[:, 7] = torch.arange(20, device=DEVICE) % 2 * 2 - 1
-    t["x"][1, 7] = step.dy[2, 7] = value
-    _, results = step.run(40)
-    *expected, saved = hybrid_reference.ffn_forward(**t)
-    gradients = hybrid_reference.ffn_backward(saved, step.dy, step.dl1)
-    given = {n: g for n, g in zip(NAMES, gradients, strict=True) if t[n] is not None}
-    assert_same(results, {"y": expected[0], "l1": expected[1], **given})
-    assert results["y"][[0, 2]].isfinite().all() and not results["y"][1].isfinite().all()
 
 
 @quick_union

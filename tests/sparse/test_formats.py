@@ -231,37 +231,3 @@ def test_what_just_fits_and_what_does_not():
     assert caught.value.needed == 2
     for pack, *sizes in ((PackedTwELL.pack, 8, 4), (TwELL.pack, 8, 8), (Hybrid.pack, 7, 2)):
         assert_unpacks(pack(EIGHT, *sizes), EIGHT)
-
-
-def shorter(t):
-    return t[1:]
-
-
-def narrower(t):
-    return t[..., 1:]
-
-
-@pytest.mark.parametrize(
-    ("pack", "error", "name", "change"),
-    [
-        (ELL.pack, ValueError, "indices", narrower),
-        (ELL.pack, TypeError, "indices", torch.Tensor.int),
-        (TwELL.pack, ValueError, "values", narrower),
-        (TwELL.pack, ValueError, "tile_n", lambda n: 7),
-        (TwELL.pack, TypeError, "overflow_rows", torch.Tensor.long),
-        (PackedTwELL.pack, ValueError, "words", narrower),
-        (PackedTwELL.pack, TypeError, "overflow_values", torch.Tensor.float),
-        (Hybrid.pack, ValueError, "backup", narrower),
-        (Hybrid.pack, ValueError, "slot", lambda t: torch.cat([t, t])),
-        (Hybrid.pack, ValueError, "pattern", lambda t: torch.zeros(1, 1)),
-        (TileUnion.pack, ValueError, "offsets", shorter),
-        (TileUnion.pack, TypeError, "indices", torch.Tensor.long),
-    ],
-)
-def test_parts_that_do_not_fit_are_refused_by_name(pack, error, name, change):
-    dense = torch.ones(4, 300, dtype=torch.bfloat16)
-    dense[0] = 0
-    packed = pack(dense)
-    type(packed)(**vars(packed))
-    with pytest.raises(error, match=name):
-        type(packed)(**vars(packed) | {name: change(getattr(packed, name))})
