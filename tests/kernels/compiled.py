@@ -1,6 +1,6 @@
 """Compiles the kernels without a GPU; run by test_compile.py.
 
-    python -m tests.kernels.compiled compile|launch|again ARCHITECTURE [VARIANTS]
+    python -m tests.kernels.compiled compile|launch ARCHITECTURE [VARIANTS]
 
 The paths run on CPU or meta tensors, with a driver that names the architecture. Launches compile
 and do not run. Prints Triton's version and the results as JSON.
@@ -14,14 +14,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 
-import pytest
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from twell.kernels import decode, dense, float8, options, rowwise, training, union
@@ -170,32 +167,31 @@ def compile_layers(
 
     In FP8 the paths of inference, and the kernel that quantises.
     """
-    x, layer, mask = w[:512].clone(), Weights(w if gated else None, w, w, act=act), None
+    x, layer, mask = w[:256].clone(), Weights(w if gated else None, w, w, act=act), None
     if activity is not None:
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    scale = None
     if fp8:
         float8.quantize(x)
         float8.quantize(x, x if gated else None, act)
-        layer, x, scale = quantized(layer), x.to(FLOAT8), torch.empty(len(x))
-
-    def infer(path, num_tokens: int) -> None:
-        x_scale = None if scale is None else scale[:num_tokens]
-        path.ffn(x[:num_tokens], layer, x_scale, activity=activity)
-
-    infer(rowwise, 256)
-    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
-        infer(union, 256)
-    for num_tokens in (1, 2, *few):
-        infer(decode, num_tokens)
-    if fp8:
+        infer(x.to(FLOAT8), quantized(layer), few, activity, torch.empty(len(x)))
         return
+    infer(x, layer, few, activity)
     dense.relu_times(x, x if gated else None, act)
-    step(training, x[:256], layer, mask, 29)
+    step(training, x, layer, mask, 29)
     if act == RELU:  # the paper's
-        twell_rowwise.ffn(x[:256], layer)
-        step(hybrid, x[:256], layer, mask, 29)
+        twell_rowwise.ffn(x, layer)
+        step(hybrid, x, layer, mask, 29)
+
+
+def infer(x: torch.Tensor, layer: Weights, few: tuple[int, ...], activity, scale=None) -> None:
+    """The paths of inference; decoding for 1, 2 and `few` tokens."""
+    rowwise.ffn(x, layer, scale, activity=activity)
+    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
+        union.ffn(x, layer, scale, activity=activity)
+    for num_tokens in (1, 2, *few):
+        x_scale = None if scale is None else scale[:num_tokens]
+        decode.ffn(x[:num_tokens], layer, x_scale, activity=activity)
 
 
 def quantized(layer: Weights) -> Weights:
@@ -204,11 +200,6 @@ def quantized(layer: Weights) -> Weights:
     scale = torch.empty(len(values), dtype=torch.float32, device=values.device)
     layer = layer._replace(w_up=values, s_up=scale)
     return layer._replace(w_gate=values, s_gate=scale) if layer.gated else layer
-
-
-def is_descriptor(argument) -> bool:
-    """Triton's or Gluon's descriptor of a matrix."""
-    return type(argument).__name__ == "TensorDescriptor"
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -221,20 +212,6 @@ def empty_layer(num_tokens: int, num_neurons: int, hidden_size: int, gated: bool
     return empty(num_tokens, hidden_size), layer
 
 
-def launch_inference(x: torch.Tensor, layer: Weights) -> None:
-    activity, scale = empty(4, dtype=torch.int64), empty(len(x), dtype=torch.float32)
-    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
-        for path in (rowwise, union):
-            path.ffn(x, layer, activity=activity)
-            in_fp8 = empty(*x.shape, dtype=FLOAT8)
-            path.ffn(in_fp8, quantized(layer), scale, activity=activity)
-    for tokens in (1, 2, *FEW):
-        decode.ffn(x[:tokens], layer, activity=activity)
-    twell_rowwise.ffn(x, layer)
-    dense.ffn(x, layer)
-    float8.quantize(x)
-
-
 def launch_largest(architecture: str) -> tuple[list[str], list[str]]:
     """The kernels launched for the largest layers, and what exceeds CUDA's limits there."""
     names, problems = set(), set()
@@ -243,14 +220,20 @@ def launch_largest(architecture: str) -> tuple[list[str], list[str]]:
         names.add(full_name(kernel))
         if any(size > limit for size, limit in zip(grid, GRID, strict=False)):
             problems.add(f"{full_name(kernel)} has the grid {grid}")
-        descriptors = [value for value in (*args, *given.values()) if is_descriptor(value)]
-        if any(max(descriptor.shape) >= 2**31 for descriptor in descriptors):
-            problems.add(f"{full_name(kernel)} has a descriptor of 2^31 rows or more")
+        for value in args:  # Triton's or Gluon's
+            if type(value).__name__ == "TensorDescriptor" and max(value.shape) >= 2**31:
+                problems.add(f"{full_name(kernel)} has a descriptor of {value.shape}")
 
     use(architecture, launch)
     for gated in (True, False):
         for sizes in INFERENCE:
-            launch_inference(*empty_layer(*sizes, gated))
+            x, layer = empty_layer(*sizes, gated)
+            activity, scale = empty(4, dtype=torch.int64), empty(len(x), dtype=torch.float32)
+            infer(x, layer, FEW, activity)
+            infer(empty(*x.shape, dtype=FLOAT8), quantized(layer), FEW, activity, scale)
+            twell_rowwise.ffn(x, layer)
+            dense.ffn(x, layer)
+            float8.quantize(x)
         for path, layers in TRAINING.items():
             for sizes in layers:
                 capacity = (training_ops.MAX_ENTRIES - 1) // sizes[0] if path is training else 512
@@ -259,47 +242,6 @@ def launch_largest(architecture: str) -> tuple[list[str], list[str]]:
     return sorted(names), sorted(problems)
 
 
-def described(argument):
-    """An argument of a compiled kernel, without the addresses of its tensors."""
-    if isinstance(argument, torch.Tensor):
-        return str((argument.dtype, argument.shape, argument.stride()))
-    if is_descriptor(argument):
-        return str({name: described(value) for name, value in vars(argument).items()})
-    if isinstance(argument, tuple):
-        return str(tuple(map(described, argument)))
-    plain = argument is None or isinstance(argument, (int, float, str))
-    return str(argument) if plain else type(argument).__name__
-
-
-def launch_again(architecture: str) -> list[tuple[list, list]]:
-    """Every kernel of `Direct` twice: what Triton launches first, and what `Direct` then does."""
-    direct, run = launch_module.Direct._launch, JITFunction.run
-    use(architecture, lambda: None)
-    launch_module.Direct._launch, JITFunction.run = direct, run
-    twell_rowwise.ffn = lambda *given: None  # no kernels of Direct
-    launched = []
-
-    def init(self):
-        self.function = self.metadata.name
-        self._run = lambda *given: launched.append([*map(described, given)])
-
-    CompiledKernel._init_handles = init
-    w = torch.empty(5632, 2048, dtype=torch.bfloat16)
-    activity = torch.zeros(4, dtype=torch.int64)
-    results = []
-    for gated, given in ((True, activity), (False, None)):
-        for fp8 in (False, True):
-            calls = partial(compile_layers, w, SOME, gated, given, fp8=fp8)
-            calls()
-            first, launched[:] = list(launched), []
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(JITFunction, "run", None)
-                calls()
-            results.append((first, list(launched)))
-            launched.clear()
-    return results
-
-
 if __name__ == "__main__":
-    tasks = {"compile": compile_all, "launch": launch_largest, "again": launch_again}
+    tasks = {"compile": compile_all, "launch": launch_largest}
     print(json.dumps((triton.__version__, tasks[sys.argv[1]](*sys.argv[2:]))))

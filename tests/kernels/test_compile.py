@@ -39,11 +39,6 @@ NAMES = {
     for path in KERNELS.rglob("*.py")
     for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
 }
-DIRECT = {
-    name
-    for path in KERNELS.rglob("*.py")
-    for name in re.findall(r"^@direct\n@.+\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE)
-}
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"  # architectures with tensor cores for it
 IN_FP8 = {"twell.kernels.float8.quantize_kernel"}
 ON_HOPPER = {"twell.kernels.gate_hopper.gate_hopper_kernel"}
@@ -92,17 +87,6 @@ def test_all_kernels_compile_and_fit(architecture, variants, older, tmp_path):
     assert set(shared) == expected - (set() if architecture == "sm_90" else ON_HOPPER)
     assert max(shared.values()) <= LIMITS[architecture], shared
     assert not problems, "\n".join(problems)
-
-
-@slow
-@pytest.mark.parametrize("older", [False, True])
-def test_a_known_case_is_launched_as_triton_does(older, tmp_path):
-    """Function, grid, stream, metadata and all arguments, without asking Triton again."""
-    launched = set()
-    for first, again in in_subprocess(tmp_path, "again", "sm_90", older=older):
-        assert first == again
-        launched.update(function for _, _, _, _, function, *_ in first)
-    assert launched == DIRECT
 
 
 @slow
