@@ -202,23 +202,6 @@ def test_rows_are_quantised_as_torch_rounds(size):
     assert (values.float().abs().amax(1) == 448)[rows.float().abs().amax(1) > 1e-11].sum() >= 30
 
 
-@pytest.mark.parametrize("dtype", common.DTYPES)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("name, threshold", [("relu", 0.0), ("relu2", 0.0), ("drelu", 2.5)])
-def test_dense_product_of_every_kind_of_value(dtype, gated, name, threshold):
-    act = get_activation(name, threshold)
-    special = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -2.5, 3.0, 6e-8, 1e4]
-    g, u = torch.tensor(special, dtype=dtype), torch.tensor(special, dtype=dtype)
-    g, u = (part.contiguous().to(DEVICE) for part in torch.meshgrid(g, u, indexing="ij"))
-    size = 77  # not all 81: the entries behind the end stay as they are
-    product = act.of_gate(act.gate(g)).float() * (act.of_up(u.float()) if gated else 1)
-    product = product.to(dtype).flatten()
-    expected = torch.cat([product[:size], g.flatten()[size:]])
-    arguments = g, u if gated else None, threshold or None, size
-    dense.relu_times_kernel[(3,)](*arguments, ACT=name, BLOCK=32)
-    torch.testing.assert_close(g.flatten(), expected, rtol=0, atol=0, equal_nan=True)
-
-
 # Counting and chunks
 
 

@@ -14,10 +14,9 @@ from hypothesis import strategies
 from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, run_as
-from tests.factories.ops import train, weights_of
+from tests.factories.ops import train
 from twell import SparseFFN, SparseTraining
-from twell.kernels import entries, training, weight_gradients
-from twell.kernels.common import Gradients
+from twell.kernels import training, weight_gradients
 from twell.kernels.paper import hybrid, hybrid_format
 from twell.sparse import training_ops
 from twell.sparse.activations import get_activation
@@ -109,28 +108,6 @@ def test_every_configuration_is_exact(path, architecture, monkeypatch):
 
 
 # Capacity
-
-
-def test_a_step_beyond_the_capacity_writes_its_own_neurons_only():
-    """More neurons need a row of the backup than it lists, and the last of its rounds is short."""
-    num_neurons, capacity, unwritten = 400, 5, 7.0
-    step = step_of("union", 33, num_neurons, 16, pattern="full", gated=False, biases=False)
-    x, _, w_up, w_down, *_ = step.tensors.values()
-    layer = weights_of(None, w_up, w_down.t().contiguous().t())
-    _, _, _, _, needed, *saved = training.forward(x, layer, None, capacity)
-    saved = entries.UnionSaved(*saved)
-    listed = len(saved.backup)
-    assert needed > capacity and saved.totals[1] > listed
-    # What follows the list would lead to rows behind the weights' gradients.
-    behind = torch.full_like(saved.backup, num_neurons)
-    saved = saved._replace(backup=torch.cat([saved.backup, behind])[:listed])
-    saved.index[:, num_neurons:] = 0
-    written = [x.new_full((num_neurons + 1, x.shape[1]), unwritten) for _ in range(2)]
-    gradients = Gradients(None, None, *written, None, None)
-    training.backward(x, layer, saved, step.dy, step.dl1, gradients)
-    for gradient in written:
-        assert (gradient[num_neurons] == unwritten).all()
-        assert (gradient[:num_neurons] != unwritten).any()
 
 
 @quick_union
