@@ -129,12 +129,7 @@ def test_watching_ends_where_the_plan_is_frozen():
     assert chooser.path(4096) == "dense"
 
 
-def test_counters_of_a_class_outlive_inference_mode_and_are_not_copied():
-    chooser = make()
-    for m in range(1, 300):
-        same = chooser.counters(min(2 ** math.ceil(math.log2(m)), 64), CPU)
-        assert chooser.counters(m, CPU).data_ptr() == same.data_ptr()
-    assert len({chooser.counters(2**n, CPU).data_ptr() for n in range(9)}) == 7
+def test_counters_outlive_inference_mode_and_are_not_copied():
     chooser = make()
     with torch.inference_mode():
         counters = chooser.counters(70, CPU)
