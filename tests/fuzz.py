@@ -26,10 +26,11 @@ import shlex
 import sys
 import time
 from dataclasses import dataclass, replace
-from math import hypot, isnan, nan
+from math import hypot, nan
 from pathlib import Path
 
 import hypothesis
+import pandas as pd
 import torch
 from hypothesis import strategies
 from torch import Tensor
@@ -419,24 +420,21 @@ def main() -> None:
     options = parser.parse_args()
     begin, jobs = time.monotonic(), options.jobs
     sizes = [len(range(job, options.cases, jobs)) for job in range(jobs)]
-    parts = [(options.seed + job, size, options.training) for job, size in enumerate(sizes)]
+    parts = [(options.seed + job, n, options.training) for job, n in enumerate(sizes) if n]
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         checked = sum(pool.starmap(check_cases, parts, chunksize=1), [])
-    failed = sum(isnan(error) for *_, error in checked)
-    worst: dict[tuple[str, str], float] = {}
-    for path, dtype, error in checked:
-        if not isnan(error):
-            worst[path, dtype] = max(worst.get((path, dtype), 0.0), error)
-    done = f"{len(checked)} cases of seed {options.seed} on {results.device_name()}"
+    table = pd.DataFrame(checked, columns=["path", "dtype", "worst_relative_rms"])
+    failed = int(table.worst_relative_rms.isna().sum())
+    done = f"{len(table)} cases of seed {options.seed} on {results.device_name()}"
     print(f"{done}: {failed} failed, {time.monotonic() - begin:.0f} s")
-    rows = []
-    for (path, dtype), error in sorted(worst.items()):
-        print(f"worst relative RMS  {path:8} {dtype:15} {error:.2e}")
-        row = {"path": "training " * options.training + path, "dtype": dtype}
-        row |= {"cases": len(checked), "failed": failed}
-        rows.append(row | {"worst_relative_rms": float(f"{error:.3g}")})
+    worst = table.dropna().groupby(["path", "dtype"], as_index=False).max()
+    worst.insert(2, "cases", len(table))
+    worst.insert(3, "failed", failed)
+    print(worst.to_string(index=False))
     if options.out:
         command = shlex.join(["python", "-m", "tests.fuzz", *sys.argv[1:]])
+        worst.path = "training " * options.training + worst.path
+        rows = worst.round({"worst_relative_rms": 6}).to_dict("records")
         results.append_rows(Path(options.out) / "fuzz.csv", rows, results.provenance(command))
     raise SystemExit(failed > 0)
 

@@ -14,17 +14,12 @@ DEVICE = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def hopper_for_any_size(monkeypatch):
-    """torch.empty gives NaN and the largest integers, so that an unwritten result fails."""
+def hopper_for_any_size(monkeypatch, unwritten_memory_is_nan):
     w = torch.empty(2**13, 2**11, dtype=torch.bfloat16, device="meta")
     given = dict(by_neuron=True, bias=False)
     if not torch.cuda.is_available() or not options.hopper_gate(2**14, w, DEVICE, **given):
         pytest.skip("needs sm_90 and a Triton of options.GLUON_VERSIONS")
     monkeypatch.setattr(options, "HOPPER_TILES", 0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
 
 
 def random_case(m, n, k, dtype, *, bias=False, nan=False):

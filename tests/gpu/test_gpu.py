@@ -19,15 +19,8 @@ from twell.sparse import float8, ops
 from twell.sparse.calibration import Calibration, Floor, Point
 from twell.sparse.layer import SparseFFN
 
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 PATHS = sorted(factories.PATHS)
-
-
-@pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
 
 
 def assert_close(y, tensors):
@@ -101,16 +94,13 @@ def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
     """
     torch.use_deterministic_algorithms(False)
     case = fuzz.Case("decode", 5, 5632, 2048, gated=gated, biases=True, seed=SEED)
-    x, w_gate, w_up, *others = fuzz.layer(case, "cuda").values()
-    x_scale = s_gate = s_up = None
+    tensors = fuzz.layer(case, "cuda")
     if fp8:
-        (x, x_scale), (w_up, s_up) = float8.quantize(x), float8.quantize(w_up)
-    if fp8 and gated:
-        w_gate, s_gate = float8.quantize(w_gate)
+        tensors, _ = fuzz.quantized(case, tensors)
+    x, *weights, x_scale, s_gate, s_up = (tensors.get(name) for name in float8.Layer._fields)
 
     def calls(x, scale):
-        given = x, w_gate, w_up, *others, scale, s_gate, s_up
-        return [run("decode", *given) for _ in range(2)]
+        return [run("decode", x, *weights, scale, s_gate, s_up) for _ in range(2)]
 
     torch.compiler.reset()
     compiled = torch.compile(calls, fullgraph=True, dynamic=False, mode=mode)

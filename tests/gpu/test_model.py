@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.factories.sparse import relative
 from tests.gpu.test_gpu import two_gpus
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 
@@ -40,10 +41,6 @@ def models():
     [hook.remove() for hook in hooks]
     assert 0.002 < torch.stack(active).mean() < 0.2
     return exact, dense, sparse
-
-
-def relative(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -106,18 +106,6 @@ def test_every_configuration_is_exact(path, architecture, monkeypatch):
         assert fuzz.check(integer_case(path, **sizes(2, 600, 80), pattern="full"), DEVICE) == 0
 
 
-@pytest.mark.parametrize("joined, pattern", [(4, "edges"), (16, "full")])
-def test_segments_that_share_tiles(joined, pattern, monkeypatch):
-    """Also more than there are, and more neurons than a tile has places."""
-    whole = few.options_by_tokens
-
-    def of(kernel, *size):
-        return whole(kernel, *size) | (dict(JOIN=joined, BN=32) if kernel == "few_up_" else {})
-
-    monkeypatch.setattr(few, "options_by_tokens", of)
-    assert fuzz.check(integer_case("decode", **sizes(140, 200), pattern=pattern), DEVICE) == 0
-
-
 # Each path and each kernel of decoding.
 PATHS = [("rowwise", 5, 60), ("twell", 5, 60), ("union", 9, 140), ("decode", 9, 60)]
 PATHS += [("decode", num_tokens, 20) for num_tokens in (1, 3)]
