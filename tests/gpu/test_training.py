@@ -13,12 +13,11 @@ import yaml
 
 pytest.importorskip("triton")
 
-from tests import fuzz_training
+from tests import fuzz, fuzz_training
 from tests.factories import ops
 from tests.factories.sparse import watched
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import collect_l1, results
-from twell.measure.patterns import EVEN, SKEWED
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse import training_ops
 from twell.sparse.layer import SparseFFN
@@ -41,22 +40,10 @@ def gradients_of(trained, leaves, dy, dl1):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("skew", [True, False], ids=["skewed", "even"])
-@pytest.mark.parametrize("active", [1, 29, 300, 5632])
-def test_gradients_at_full_width(active, skew, path):
-    num_tokens = 4096 - 3
-    tensors = skewed(num_tokens, active=active, pattern=SKEWED if skew else EVEN)
-    dy = torch.randn(num_tokens, 2048, device="cuda").bfloat16()
-    dl1 = torch.full((num_tokens,), 1e-3, device="cuda")
-    exact = fuzz_training.exact_training(tensors, dy, dl1)
-    edges = fuzz_training.FP32_SUM, -fuzz_training.FP32_SUM
-    fewest, most = (fuzz_training.exact_training(tensors, dy, dl1, edge=edge) for edge in edges)
-    leaves = leaves_of(tensors)
-    trained = ops.train(path, 5632, **leaves)
-    results = {"y": trained.y, "l1": trained.l1, **gradients_of(trained, leaves, dy, dl1)}
-    for name, value in results.items():
-        error = (value.double() - exact[name][0]).norm() - (most[name][0] - fewest[name][0]).norm()
-        assert error <= 5e-3 * exact[name][0].norm(), name
+@pytest.mark.parametrize("pattern", ["edges", "even", "skewed", "heavy", "full"])
+def test_gradients_at_full_width(pattern, path):
+    case = fuzz.Case(path, 4096 - 3, 5632, 2048, pattern=pattern, seed=SEED)
+    fuzz_training.check_training(case, "cuda", path)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -48,22 +48,6 @@ WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"
 SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
 
-class Driver:
-    """A driver without a device."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
 def use(architecture: str, launch: Callable) -> None:
     """Lets every launch call `launch(compile_only, kernel, *args, **options)`; nothing runs."""
     target = GPUTarget("hip", architecture, 64)
@@ -78,7 +62,8 @@ def use(architecture: str, launch: Callable) -> None:
         *args, **given
     )
     JITFunction.run = lambda *args, **given: launch(compile_only, *args, **given)
-    driver.set_active(Driver(target))
+    device = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0}
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target, **device))
     options.architecture = lambda device: architecture
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 * 2**20)
     torch.cuda.get_device_properties = lambda device: properties
