@@ -1,4 +1,4 @@
-"""The paper's inference: TwELL words from the gate. test_kernels.py has the kernel that reads them."""
+"""The paper's inference: TwELL words from the gate. test_kernels.py tests what reads them."""
 
 import pytest
 import torch
