@@ -1,7 +1,7 @@
 """Random cases of the layer against fp64: python -m tests.fuzz --cases 300 [--training]
 
-One number names a case: path, sizes, dtype, biases, layout of x, activation, and a pattern of
-activity. Values are of two kinds:
+A case is a path, sizes, dtype, biases, layout of x, activation, a pattern of activity, and the seed
+of its values. Hypothesis draws it. Values are of two kinds:
 
   normal    y may differ from fp64 by a relative RMS of 5e-3 in bf16 (6e-4 in fp16; half as much
             again where g is squared, so that its error counts twice), and by at most
@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import random
 import shlex
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from math import hypot, isnan, nan
+from dataclasses import dataclass, replace
+from math import hypot, nan
 from pathlib import Path
 
+import hypothesis
+import pandas as pd
 import torch
 from hypothesis import strategies
 from torch import Tensor
@@ -88,48 +88,45 @@ class Case:
         return TOLERANCE[self.dtype] * (1.5 if self.act.squared else 1)
 
 
-def draw(r: random.Random, seed: int, *, large: bool) -> Case:
-    """A case drawn by r, whose values follow from a seed; `large` is for a GPU."""
-    path = r.choice(["rowwise", "union", "decode"])
+@strategies.composite
+def cases(draw, *, large: bool = False) -> Case:
+    """Any case; `large` is for a GPU."""
+
+    def one_of(*choices):
+        return draw(strategies.sampled_from(choices))
+
+    path = one_of("rowwise", "union", "decode", "twell")
     if large:
-        tokens = r.choice([1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000])
-        sizes = [1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816, r.randint(1, 3000)]
-        neurons = r.choice(sizes)
-        hidden_size = 16 * r.choice([1, 2, 3, 4, 5, 8, 16, 20, 32, 48, 64, r.randint(1, 80)])
+        tokens = one_of(1, 2, 3, 16, 17, 63, 64, 65, 100, 128, 200, 256, 257, 384, 1000)
+        sizes = 1, 15, 64, 255, 256, 257, 300, 512, 700, 1024, 1408, 2816
+        neurons = one_of(*sizes, draw(strategies.integers(1, 3000)))
+        blocks = one_of(1, 2, 3, 4, 5, 8, 16, 20, 32, 48, 64, draw(strategies.integers(1, 80)))
     else:
-        # The interpreter runs the row-wise path's programs, one for each token, in turn.
-        tokens = r.choice([1, 3, 17] if path == "rowwise" else [1, 3, 17, 64, 70, 130])
-        neurons = r.choice([1, 70, 256, 257, 300, 520])
-        hidden_size = r.choice([16, 48, 80, 128])
+        # The interpreter runs one program for each token of these paths, in turn.
+        few = path in ("rowwise", "twell")
+        tokens = one_of(1, 3, 17) if few else one_of(1, 3, 17, 64, 70, 130)
+        neurons, blocks = one_of(1, 70, 256, 257, 300, 520), one_of(1, 3, 5, 8)
     options = dict(
-        dtype=r.choice([torch.bfloat16, torch.float16]),
-        gated=r.random() < 0.7,
-        biases=r.random() < 0.4,
-        pattern=r.choice(PATTERNS),
-        values=r.choice(["normal", "integer"]),
+        dtype=one_of(torch.bfloat16, torch.float16),
+        gated=one_of(True, True, False),
+        biases=one_of(False, True),
+        pattern=one_of(*PATTERNS),
+        values=one_of("normal", "integer"),
+        layout=one_of("contiguous", "contiguous", "transposed", "offset"),
+        nonfinite=one_of("", "", "", "nan", "inf"),
+        seed=draw(strategies.integers(0, 2**32)),
     )
-    compression = r.choice([1, 1, 1, 2, 4, 8, 16])
-    if path == "rowwise" and compression > 1:
-        path, options["compression"] = "twell", compression
-    options["layout"] = r.choice(["contiguous", "contiguous", "transposed", "offset"])
-    options["nonfinite"] = r.choice(["", "", "", "nan", "inf"])
-    if r.random() < 0.25 and path != "twell":
-        options |= dict(fp8=True, dtype=torch.bfloat16)
-    if path != "twell":
-        kinds = ["relu", "relu2", "drelu"] if options["gated"] else ["relu", "relu2"]
-        options["activation"] = r.choice(kinds)
-        options["threshold"] = r.choice([0.0, 0.0, 1.25, 0.3])
+    if path == "twell":
+        options["compression"] = one_of(2, 4, 8, 16)
+    else:
+        kinds = ("relu", "relu2", "drelu") if options["gated"] else ("relu", "relu2")
+        options["activation"], options["threshold"] = one_of(*kinds), one_of(0.0, 0.0, 1.25, 0.3)
+        options["fp8"] = one_of(False, False, False, True)
         # Squares of integers and of very active neurons soon leave the range of fp16.
         big = options["values"] == "integer" or options["pattern"] not in SMALL
-        if options["activation"] == "relu2" and big:
+        if options["fp8"] or (options["activation"] == "relu2" and big):
             options["dtype"] = torch.bfloat16
-    return Case(path, tokens, neurons, hidden_size, seed=seed, **options)
-
-
-def cases(*, large: bool = False) -> strategies.SearchStrategy[Case]:
-    """The same cases for hypothesis, which looks for the simplest one that fails."""
-    randoms = strategies.randoms(use_true_random=False)
-    return strategies.builds(partial(draw, large=large), randoms, strategies.integers(0, 2**32))
+    return Case(path, tokens, neurons, 16 * blocks, **options)
 
 
 def _values(case: Case, given: dict) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -379,49 +376,36 @@ def check(case: Case, device: torch.device | str) -> float:
     return error
 
 
-def numbered(seed: int, device: str) -> Case:
-    return draw(random.Random(seed), seed, large=device == "cuda")
-
-
-def check_number(seed: int, device: str, train: bool) -> tuple[Case, float]:
-    """The case of a number and its error; an exception has the case as a note."""
+def check_cases(seed: int, number: int, train: bool) -> list[tuple[str, str, float]]:
+    """Path, type and error of random cases; NaN where a case failed, which is printed."""
+    from tests.fuzz_training import check_training
     from twell.kernels import options, training
 
-    case = numbered(seed, device)
-    # These layers are too small for the gate on Hopper: force it in half of the cases.
-    options.HOPPER_TILES = random.Random(seed).choice([0, 2])
-    check_case = check
-    if train:
-        from tests.fuzz_training import check_training
-        from twell.sparse.training_ops import TRAIN_PATHS
-
-        case = replace(case, path=random.Random(seed).choice(sorted(TRAIN_PATHS)), fp8=False)
-        # Else few tokens would hardly leave any list.
-        training.DENSE_FROM = random.Random(seed).choice([1, 16, 64])
-        check_case = partial(check_training, path=case.path, beyond=True)
-    try:
-        return case, check_case(case, device)
-    except Exception as error:
-        error.add_note(str(asdict(case)))
-        raise
-
-
-def check_numbers(numbers: range, train: bool) -> list[tuple[str, str, float]]:
-    """Path, type and error of the cases of these numbers; NaN where the case failed."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, checked = "cuda" if torch.cuda.is_available() else "cpu", []
     if device == "cpu":
         memory.check_accesses()
-    checked = []
-    for seed in numbers:
-        case = numbered(seed, device)
+    health = list(hypothesis.HealthCheck)
+    limits = dict(database=None, deadline=None, suppress_health_check=health)
+
+    @hypothesis.seed(seed)
+    @hypothesis.settings(max_examples=number, phases=[hypothesis.Phase.generate], **limits)
+    @hypothesis.given(cases(large=device == "cuda"), strategies.data())
+    def compute(case, data):
+        # These layers are too small for the gate on Hopper: force it in half of the cases.
+        options.HOPPER_TILES = data.draw(strategies.sampled_from([0, 2]))
+        if train:  # dense rows only from 64 tokens on would hardly be met
+            training.DENSE_FROM = data.draw(strategies.sampled_from([1, 16, 64]))
+            path = data.draw(strategies.sampled_from(["union", "hybrid"]))
+            case = replace(case, path=path, fp8=False)
         try:
-            case, error = check_number(seed, device, train)
+            error = check_training(case, device, case.path, True) if train else check(case, device)
         except Exception as problem:  # one bad case must not hide the others
-            notes = " ".join(getattr(problem, "__notes__", []))
-            print(f"FAILED {notes}: {type(problem).__name__}: {problem}", flush=True)
+            print(f"FAILED {case}: {type(problem).__name__}: {problem}", flush=True)
             error = nan
         dtype = str(float8.FLOAT8 if case.fp8 else case.dtype).removeprefix("torch.")
         checked.append((case.path, dtype, error))
+
+    compute()
     return checked
 
 
@@ -429,33 +413,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--cases", type=int, default=300)
-    add("--seed", type=int, default=0, help="number of the first case")
+    add("--seed", type=int, default=0, help="of all cases")
     add("--training", action="store_true", help="gradients too, on the paths of training")
     add("--jobs", type=int, default=1, help="processes, which share the GPU")
     add("--out", help="the folder of fuzz.csv")
     options = parser.parse_args()
-    begin, numbers = time.monotonic(), range(options.seed, options.seed + options.cases)
-    parts = [(numbers[job :: options.jobs], options.training) for job in range(options.jobs)]
-    if options.jobs == 1:
-        checked = check_numbers(*parts[0])
-    else:
-        with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            checked = sum(pool.starmap(check_numbers, parts, chunksize=1), [])
-    failed = sum(isnan(error) for *_, error in checked)
-    worst: dict[tuple[str, str], float] = {}
-    for path, dtype, error in checked:
-        if not isnan(error):
-            worst[path, dtype] = max(worst.get((path, dtype), 0.0), error)
-    done = f"{options.cases} cases from {options.seed} on {results.device_name()}"
+    begin, jobs = time.monotonic(), options.jobs
+    sizes = [len(range(job, options.cases, jobs)) for job in range(jobs)]
+    parts = [(options.seed + job, n, options.training) for job, n in enumerate(sizes) if n]
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        checked = sum(pool.starmap(check_cases, parts, chunksize=1), [])
+    table = pd.DataFrame(checked, columns=["path", "dtype", "worst_relative_rms"])
+    failed = int(table.worst_relative_rms.isna().sum())
+    done = f"{len(table)} cases of seed {options.seed} on {results.device_name()}"
     print(f"{done}: {failed} failed, {time.monotonic() - begin:.0f} s")
-    rows = []
-    for (path, dtype), error in sorted(worst.items()):
-        print(f"worst relative RMS  {path:8} {dtype:15} {error:.2e}")
-        row = {"path": "training " * options.training + path, "dtype": dtype}
-        row |= {"cases": options.cases, "failed": failed}
-        rows.append(row | {"worst_relative_rms": float(f"{error:.3g}")})
+    worst = table.dropna().groupby(["path", "dtype"], as_index=False).max()
+    worst.insert(2, "cases", len(table))
+    worst.insert(3, "failed", failed)
+    print(worst.to_string(index=False))
     if options.out:
         command = shlex.join(["python", "-m", "tests.fuzz", *sys.argv[1:]])
+        worst.path = "training " * options.training + worst.path
+        rows = worst.round({"worst_relative_rms": 6}).to_dict("records")
         results.append_rows(Path(options.out) / "fuzz.csv", rows, results.provenance(command))
     raise SystemExit(failed > 0)
 

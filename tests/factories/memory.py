@@ -1,7 +1,8 @@
-"""Launches in Triton's interpreter whose every access has to lie in one of the given tensors.
+"""Checks of what kernels do in Triton's interpreter, where a GPU would go wrong without a word.
 
-The interpreter reads and writes any address. So does a GPU, without a word where the memory belongs
-to another tensor.
+check_accesses: reads and writes outside of all tensors of the launch, and reads of what the same
+program stored before, without a barrier between: another thread may be the one that stores.
+check_integers: 32-bit indices that would leave their range in a larger layer.
 """
 
 import numpy as np
@@ -18,7 +19,7 @@ def check_accesses(replace=setattr):
     """From now on raise AssertionError for an access outside of a launch's tensors."""
     from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
-    launch = {}
+    launch = {"stored": []}
     take = GridExecutor._init_args_hst
 
     def taken(executor, arguments, named):
@@ -37,14 +38,47 @@ def check_accesses(replace=setattr):
             outside = (tensor < 0) | (where + size > ends[tensor])
             of = f"{access.__name__}: {outside.sum()} of {len(where)}"
             assert not outside.any(), f"{of} addresses are outside of all tensors"
+            if mask_at == 2:
+                launch["stored"].append(where)
+            elif mask_at == 1 and launch["stored"]:
+                again = np.isin(where, np.concatenate(launch["stored"]))
+                assert not again.any(), f"{access.__name__} of what the program stored"
             return access(builder, *arguments, **options)
 
         return method
+
+    def forgets(name):
+        method = getattr(InterpreterBuilder, name)
+
+        def forgetting(*arguments):
+            launch["stored"].clear()
+            return method(*arguments)
+
+        replace(InterpreterBuilder, name, forgetting)
 
     replace(GridExecutor, "_init_args_hst", taken)
     for name, places in ACCESSES.items():
         access = getattr(InterpreterBuilder, name)
         replace(InterpreterBuilder, name, checked(access, *places))
+    for name in ("set_grid_idx", "create_barrier"):
+        forgets(name)
+
+
+def check_integers(limit, replace=setattr):
+    """From now on raise AssertionError for a 32-bit sum or product above the limit.
+
+    Numbers that are above it already are words of bits.
+    """
+    from triton.language.semantic import TritonSemantic
+
+    def checked(semantic, left, right, operation):
+        if left.dtype.scalar.name == "int32" and operation.__name__ in ("add", "mul"):
+            a, b = (np.abs(one.handle.data.astype(np.int64)) for one in (left, right))
+            result = a * b if operation.__name__ == "mul" else a + b
+            result = np.where((a <= limit) & (b <= limit), result, 0)
+            assert (result <= limit).all(), f"{operation.__name__} reaches {result.max():,}"
+
+    replace(TritonSemantic, "binary_op_sanitize_overflow_impl", checked)
 
 
 def _spans(argument):

@@ -14,17 +14,12 @@ DEVICE = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def hopper_for_any_size(monkeypatch):
-    """torch.empty gives NaN and the largest integers, so that an unwritten result fails."""
+def hopper_for_any_size(monkeypatch, unwritten_memory_is_nan):
     w = torch.empty(2**13, 2**11, dtype=torch.bfloat16, device="meta")
     given = dict(by_neuron=True, bias=False)
     if not torch.cuda.is_available() or not options.hopper_gate(2**14, w, DEVICE, **given):
         pytest.skip("needs sm_90 and a Triton of options.GLUON_VERSIONS")
     monkeypatch.setattr(options, "HOPPER_TILES", 0)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
 
 
 def random_case(m, n, k, dtype, *, bias=False, nan=False):
@@ -89,18 +84,3 @@ def test_the_same_bits_with_bias_and_threshold(bias, threshold, dtype, monkeypat
 def test_the_same_bits_at_the_sizes_of_a_layer(dtype, monkeypatch):
     for m in (16_384, 131_072 if dtype != FP8 else 65_536):
         assert_same(random_case(m, 5632, 2048, dtype), monkeypatch)
-
-
-def test_a_graph_replays_it_with_new_tokens(monkeypatch):
-    case, other = (random_case(m, 5632, 2048, torch.bfloat16) for m in (3000, 3001))
-    other = {**case, "x": other["x"][:3000].contiguous()}
-    expected = compute(other, monkeypatch)
-    torch.use_deterministic_algorithms(False)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        g, bits = gate_bits(**case, by_neuron=True)
-    case["x"].copy_(other["x"])
-    graph.replay()
-    g = g.permute(1, 0, 2).flatten(1)
-    assert torch.equal(g[:5632, :3000].contiguous().view(torch.int16), expected[0])
-    assert torch.equal(bits[: len(expected[1]), :5632], expected[1])

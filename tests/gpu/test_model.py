@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.factories.sparse import relative
 from tests.gpu.test_gpu import two_gpus
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 
@@ -42,10 +43,6 @@ def models():
     return exact, dense, sparse
 
 
-def relative(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 57), (4, 512)], ids=str)
 @torch.no_grad()
@@ -56,32 +53,6 @@ def test_logits_are_as_close_as_the_dense_models(models, path, shape):
         ffn.path = path
     right = exact(x).logits
     assert relative(sparse(x).logits, right) <= 1.25 * relative(dense(x).logits, right)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@torch.no_grad()
-def test_compiled_and_in_a_graph_the_logits_are_the_same(models, path):
-    exact, dense, sparse = models
-    for ffn in sparse.ffns:
-        ffn.path = path
-    x = torch.randint(4096, (2, 64), device="cuda")
-    eager, right = sparse(x, use_cache=False).logits, exact(x).logits
-    torch.compiler.reset()
-    compiled = torch.compile(sparse, fullgraph=True)(x, use_cache=False).logits
-    assert relative(compiled, right) <= 1.25 * relative(dense(x).logits, right)
-    static = torch.zeros_like(x)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())  # `static` has to be there
-    with torch.cuda.stream(side):
-        sparse(static, use_cache=False)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = sparse(static, use_cache=False).logits
-    static.copy_(x)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(captured, eager)
 
 
 def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):

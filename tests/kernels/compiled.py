@@ -1,6 +1,6 @@
-"""Compiles the kernels without a GPU, or lowers them at the largest sizes; run by test_compile.py.
+"""Compiles the kernels without a GPU; run by test_compile.py.
 
-    python -m tests.kernels.compiled compile|launch|again|trace|samples ARCHITECTURE [VARIANTS]
+    python -m tests.kernels.compiled compile|launch ARCHITECTURE [VARIANTS]
 
 The paths run on CPU or meta tensors, with a driver that names the architecture. Launches compile
 and do not run. Prints Triton's version and the results as JSON.
@@ -8,42 +8,20 @@ and do not run. Prints Triton's version and the results as JSON.
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 import triton
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import CompiledKernel, make_backend
-from triton.runtime import Autotuner, JITFunction, driver
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.runtime import JITFunction, driver
 
-from tests.factories.ops import run
-from tests.kernels import ir
-from tests.kernels.ir_samples import compile_samples
-from twell.kernels import (
-    decode,
-    dense,
-    float8,
-    options,
-    rowwise,
-    training,
-    union,
-)
+from twell.kernels import decode, dense, float8, options, rowwise, training, union
 from twell.kernels import launch as launch_module
 from twell.kernels.common import Gradients
 from twell.kernels.paper import hybrid
@@ -70,22 +48,6 @@ WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"
 SAVED = {training: training.UnionSaved, hybrid: hybrid.HybridSaved}
 
 
-class Driver:
-    """A driver without a device."""
-
-    def __init__(self, target: GPUTarget):
-        self.target = target
-
-    def get_current_target(self):
-        return self.target
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
 def use(architecture: str, launch: Callable) -> None:
     """Lets every launch call `launch(compile_only, kernel, *args, **options)`; nothing runs."""
     target = GPUTarget("hip", architecture, 64)
@@ -100,7 +62,8 @@ def use(architecture: str, launch: Callable) -> None:
         *args, **given
     )
     JITFunction.run = lambda *args, **given: launch(compile_only, *args, **given)
-    driver.set_active(Driver(target))
+    device = {"get_current_device": lambda: 0, "get_current_stream": lambda device: 0}
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target, **device))
     options.architecture = lambda device: architecture
     properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 * 2**20)
     torch.cuda.get_device_properties = lambda device: properties
@@ -129,6 +92,18 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
+def races(ttgir: str) -> set[str]:
+    """Types of buffers that asynchronous products of Hopper read, and loads into registers too.
+
+    Triton 3.6 and 3.7 pipeline these with a buffer too few: a copy then overwrites one that a
+    product may still read, and results are wrong now and then.
+    """
+    buffer = r"memdesc<([^>]*?)(?:, \d+x[\dx]+)?>"  # its type, without the size of a whole ring
+    products = re.findall(r"warp_group_dot .*isAsync = true.*", ttgir)
+    registers = re.findall(rf"local_load .*{buffer} ->", ttgir)
+    return set(registers) & set(re.findall(buffer, "".join(products)))
+
+
 def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int], list[str]]:
     """Largest shared memory of each kernel's launches, in bytes, and the problems of all kernels.
 
@@ -145,13 +120,11 @@ def compile_all(architecture: str, variants: str = "all") -> tuple[dict[str, int
             return
         compiled = compile_only(kernel, *args, **given)
         shared[name] = max(shared.get(name, 0), compiled.metadata.shared)
-        ttgir = compiled.asm["ttgir"]
-        texts = ir.races(ttgir) + ir.read_back(compiled.asm.get("ttir", ttgir))
+        problems.update(f"{name} races for {buffer}" for buffer in races(compiled.asm["ttgir"]))
         if kernel.is_gluon():
             used = resources(compiled.asm["cubin"])
             if used != {"REG": 168, "STACK": 0, "LOCAL": 0}:
-                texts.append(f"spills, or does not fit a multiprocessor: {used}")
-        problems.update(f"{name}: {problem}" for problem in texts)
+                problems.add(f"{name} spills, or does not fit a multiprocessor: {used}")
 
     use(architecture, launch)
     w = torch.empty(5632, 2048, dtype=torch.bfloat16)
@@ -179,32 +152,31 @@ def compile_layers(
 
     In FP8 the paths of inference, and the kernel that quantises.
     """
-    x, layer, mask = w[:512].clone(), Weights(w if gated else None, w, w, act=act), None
+    x, layer, mask = w[:256].clone(), Weights(w if gated else None, w, w, act=act), None
     if activity is not None:
         bias, mask = w[:, 0].contiguous(), torch.ones(256, dtype=torch.bool)
         layer = layer._replace(b_gate=bias, b_up=bias, b_down=x[0].clone())
-    scale = None
     if fp8:
         float8.quantize(x)
         float8.quantize(x, x if gated else None, act)
-        layer, x, scale = quantized(layer), x.to(FLOAT8), torch.empty(len(x))
-
-    def infer(path, num_tokens: int) -> None:
-        x_scale = None if scale is None else scale[:num_tokens]
-        path.ffn(x[:num_tokens], layer, x_scale, activity=activity)
-
-    infer(rowwise, 256)
-    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
-        infer(union, 256)
-    for num_tokens in (1, 2, *few):
-        infer(decode, num_tokens)
-    if fp8:
+        infer(x.to(FLOAT8), quantized(layer), few, activity, torch.empty(len(x)))
         return
+    infer(x, layer, few, activity)
     dense.relu_times(x, x if gated else None, act)
-    step(training, x[:256], layer, mask, 29)
+    step(training, x, layer, mask, 29)
     if act == RELU:  # the paper's
-        twell_rowwise.ffn(x[:256], layer)
-        step(hybrid, x[:256], layer, mask, 29)
+        twell_rowwise.ffn(x, layer)
+        step(hybrid, x, layer, mask, 29)
+
+
+def infer(x: torch.Tensor, layer: Weights, few: tuple[int, ...], activity, scale=None) -> None:
+    """The paths of inference; decoding for 1, 2 and `few` tokens."""
+    rowwise.ffn(x, layer, scale, activity=activity)
+    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
+        union.ffn(x, layer, scale, activity=activity)
+    for num_tokens in (1, 2, *few):
+        x_scale = None if scale is None else scale[:num_tokens]
+        decode.ffn(x[:num_tokens], layer, x_scale, activity=activity)
 
 
 def quantized(layer: Weights) -> Weights:
@@ -213,91 +185,6 @@ def quantized(layer: Weights) -> Weights:
     scale = torch.empty(len(values), dtype=torch.float32, device=values.device)
     layer = layer._replace(w_up=values, s_up=scale)
     return layer._replace(w_gate=values, s_gate=scale) if layer.gated else layer
-
-
-class Lowered(Exception):
-    """Carries the first form of a kernel out of its compilation."""
-
-
-def stop_at_ttir() -> None:
-    """Lets compilations raise `Lowered` after the first stage: TTIR, or TTGIR of Gluon."""
-    backend = type(make_backend(driver.active.get_current_target()))
-    add_stages = backend.add_stages
-
-    def stages_to_ttir(self, stages, *options):
-        add_stages(self, stages, *options)
-        first, lower = next(iter(stages.items()))
-
-        def stop(module, metadata):
-            raise Lowered(str(lower(module, metadata)))
-
-        stages[first] = stop
-
-    backend.add_stages = stages_to_ttir
-
-
-def is_descriptor(argument) -> bool:
-    """Triton's or Gluon's descriptor of a matrix."""
-    return type(argument).__name__ == TensorDescriptor.__name__
-
-
-def integers(argument) -> list[int]:
-    """The integers that an argument hands to a kernel."""
-    if is_descriptor(argument):
-        return [*argument.shape, *argument.strides]
-    if isinstance(argument, tuple):
-        return [number for part in argument for number in integers(part)]
-    return [argument] if type(argument) is int else []
-
-
-def specialization(argument):
-    """Arguments for which this is the same share a compiled kernel."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16
-    if is_descriptor(argument):
-        return argument.base.dtype, tuple(argument.block_shape)
-    if isinstance(argument, tuple):
-        return tuple(specialization(part) for part in argument)
-    return (argument == 1, argument % 16, argument >= 2**31) if type(argument) is int else argument
-
-
-class Launches:
-    """Lowers each kernel once and checks every launch of it."""
-
-    def __init__(self) -> None:
-        self.lowered: dict[tuple, str] = {}
-        self.launches = set()
-        self.problems: dict[tuple, str] = {}
-
-    def __call__(self, compile_only, kernel, *args, grid, **given) -> None:
-        named = {name: value for name, value in given.items() if name in kernel.arg_names}
-        arguments = inspect.signature(kernel.fn).bind(*args, **named).arguments
-        constants = {p.name: arguments.pop(p.name) for p in kernel.params if p.is_constexpr}
-        numbers = {name: integers(value) for name, value in arguments.items()}
-        key = kernel, str(constants), tuple(specialization(value) for value in arguments.values())
-        if (key, str(numbers), grid) in self.launches:
-            return
-        self.launches.add((key, str(numbers), grid))
-        if key not in self.lowered:
-            with pytest.raises(Lowered) as error:
-                compile_only(kernel, *args, grid=grid, **given)
-            self.lowered[key] = str(error.value)
-        for *place, number in ir.overflows(self.lowered[key], numbers, grid):
-            self.problems.setdefault(tuple(place), number)
-        self.check_sizes(kernel, arguments, grid)
-
-    def check_sizes(self, kernel, arguments, grid) -> None:
-        """Notes a grid above CUDA's limits and a descriptor's shape of 2^31 or more."""
-        code = kernel.fn.__code__
-        place = "/".join(Path(code.co_filename).parts[-2:]), code.co_firstlineno
-        for axis, size, limit in zip("xyz", grid, GRID, strict=False):
-            if size > limit:
-                axis = f"the {axis} of {kernel.fn.__name__}'s grid"
-                self.problems.setdefault((*place, axis), f"{size:,}")
-        for name, value in arguments.items():
-            if is_descriptor(value) and max(value.shape) >= 2**31:
-                shape = f"the shape of {name}"
-                self.problems.setdefault((*place, shape), f"{max(value.shape):,}")
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -310,125 +197,36 @@ def empty_layer(num_tokens: int, num_neurons: int, hidden_size: int, gated: bool
     return empty(num_tokens, hidden_size), layer
 
 
-def launch_inference(x: torch.Tensor, layer: Weights) -> None:
-    activity, scale = empty(4, dtype=torch.int64), empty(len(x), dtype=torch.float32)
-    for options.HOPPER_TILES in NEVER_HOPPER, HOPPER_TILES:
-        for path in (rowwise, union):
-            path.ffn(x, layer, activity=activity)
-            in_fp8 = empty(*x.shape, dtype=FLOAT8)
-            path.ffn(in_fp8, quantized(layer), scale, activity=activity)
-    for tokens in (1, 2, *FEW):
-        decode.ffn(x[:tokens], layer, activity=activity)
-    twell_rowwise.ffn(x, layer)
-    dense.ffn(x, layer)
-    float8.quantize(x)
+def launch_largest(architecture: str) -> tuple[list[str], list[str]]:
+    """The kernels launched for the largest layers, and what exceeds CUDA's limits there."""
+    names, problems = set(), set()
 
+    def launch(compile_only, kernel, *args, grid, **given):
+        names.add(full_name(kernel))
+        if any(size > limit for size, limit in zip(grid, GRID, strict=False)):
+            problems.add(f"{full_name(kernel)} has the grid {grid}")
+        for value in args:  # Triton's or Gluon's
+            if type(value).__name__ == "TensorDescriptor" and max(value.shape) >= 2**31:
+                problems.add(f"{full_name(kernel)} has a descriptor of {value.shape}")
 
-def launch_largest(architecture: str) -> tuple[list[str], list[ir.Problem]]:
-    """The kernels launched at the largest sizes, and the integers that leave their range there."""
-    launches = Launches()
-    use(architecture, launches)
-    stop_at_ttir()
+    use(architecture, launch)
     for gated in (True, False):
         for sizes in INFERENCE:
-            launch_inference(*empty_layer(*sizes, gated))
+            x, layer = empty_layer(*sizes, gated)
+            activity, scale = empty(4, dtype=torch.int64), empty(len(x), dtype=torch.float32)
+            infer(x, layer, FEW, activity)
+            infer(empty(*x.shape, dtype=FLOAT8), quantized(layer), FEW, activity, scale)
+            twell_rowwise.ffn(x, layer)
+            dense.ffn(x, layer)
+            float8.quantize(x)
         for path, layers in TRAINING.items():
             for sizes in layers:
                 capacity = (training_ops.MAX_ENTRIES - 1) // sizes[0] if path is training else 512
                 mask = empty(sizes[0], dtype=torch.bool)
                 step(path, *empty_layer(*sizes, gated), mask, capacity)
-    names = sorted({full_name(kernel) for (kernel, *_), _, _ in launches.launches})
-    return names, sorted((*place, number) for place, number in launches.problems.items())
-
-
-def described(argument):
-    """An argument of a compiled kernel, without the addresses of its tensors."""
-    if isinstance(argument, torch.Tensor):
-        return str((argument.dtype, argument.shape, argument.stride()))
-    if is_descriptor(argument):
-        return str({name: described(value) for name, value in vars(argument).items()})
-    if isinstance(argument, tuple):
-        return str(tuple(map(described, argument)))
-    plain = argument is None or isinstance(argument, (int, float, str))
-    return str(argument) if plain else type(argument).__name__
-
-
-def launch_again(architecture: str) -> list[tuple[list, list]]:
-    """Every kernel of `Direct` twice: what Triton launches first, and what `Direct` then does."""
-    direct, run = launch_module.Direct._launch, JITFunction.run
-    use(architecture, lambda: None)
-    launch_module.Direct._launch, JITFunction.run = direct, run
-    twell_rowwise.ffn = lambda *given: None  # no kernels of Direct
-    launched = []
-
-    def init(self):
-        self.function = self.metadata.name
-        self._run = lambda *given: launched.append([*map(described, given)])
-
-    CompiledKernel._init_handles = init
-    w = torch.empty(5632, 2048, dtype=torch.bfloat16)
-    activity = torch.zeros(4, dtype=torch.int64)
-    results = []
-    for gated, given in ((True, activity), (False, None)):
-        for fp8 in (False, True):
-            calls = partial(compile_layers, w, SOME, gated, given, fp8=fp8)
-            calls()
-            first, launched[:] = list(launched), []
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(JITFunction, "run", None)
-                calls()
-            results.append((first, list(launched)))
-            launched.clear()
-    return results
-
-
-def trace(architecture: str) -> list[tuple[str, list, list]]:
-    """Decoding in code of torch.compile: a name, its launches, and its other operators.
-
-    A launch is a kernel, and the tensors that torch takes it to write to.
-    """
-    driver.set_active(Driver(GPUTarget("cuda", int(architecture[3:]), 32)))
-    options.architecture = lambda device: architecture
-    results, graphs = [], []
-
-    def keep(module, _):
-        graphs.append(module.graph)
-        return make_boxed_func(module.forward)
-
-    sizes = (1, False), (4, False), (5, False), (2, True)
-    for fp8, (num_tokens, any_number) in itertools.product((True, False), sizes):
-        x, layer = empty_layer(num_tokens, 300, 2048, gated=True)
-        given = [x, layer.w_gate, layer.w_up, layer.w_down_t.t(), *layer[3:6]]
-        if fp8:
-            given[:3] = [t.to(FLOAT8) for t in given[:3]]
-            given += [empty(size, dtype=torch.float32) for size in (num_tokens, 300, 300)]
-        torch.compiler.reset()
-        compiler = aot_autograd(fw_compiler=keep)
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-            given = [None if t is None else torch.empty_like(t, device="cuda") for t in given]
-            for tensor in (given[0], *given[7:8]) if any_number else ():
-                torch._dynamo.mark_dynamic(tensor, 0)
-            torch.compile(partial(run, "decode"), fullgraph=True, backend=compiler)(*given)
-        nodes = [node for node in graphs.pop().nodes if node.op == "call_function"]
-        launches = [node for node in nodes if "triton" in str(node.target)]
-        others = sorted({str(node.target) for node in nodes} - {str(n.target) for n in launches})
-        launches = [(launched_by(node), node.kwargs["tensors_to_clone"]) for node in launches]
-        results.append((f"{fp8=} {num_tokens=} {any_number=}", launches, others))
-    return results
-
-
-def launched_by(node: torch.fx.Node) -> str:
-    """The kernel of a node; torch wraps those with launch options in a tuner."""
-    kernel = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])
-    return full_name(kernel.fn if isinstance(kernel, Autotuner) else kernel)
-
-
-def check_samples(architecture: str) -> tuple[list, dict, dict]:
-    use(architecture, lambda compile_only, *args, **given: compile_only(*args, **given))
-    return compile_samples()
+    return sorted(names), sorted(problems)
 
 
 if __name__ == "__main__":
-    tasks = {"compile": compile_all, "launch": launch_largest, "samples": check_samples}
-    tasks |= {"again": launch_again, "trace": trace}
+    tasks = {"compile": compile_all, "launch": launch_largest}
     print(json.dumps((triton.__version__, tasks[sys.argv[1]](*sys.argv[2:]))))

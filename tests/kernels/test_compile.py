@@ -1,9 +1,9 @@
-"""Every kernel compiles without a GPU, fits the shared memory, and keeps its indices in range.
+"""Every kernel compiles without a GPU and fits the shared memory, its grids what CUDA allows.
 
 Kernels in Gluon share out registers themselves; they must fit too, and spill none.
 
-compiled.py compiles in a subprocess, and ir.py checks the compiled code. The Triton of
-requirements.gpu.lock compiles the kernels as well as the installed one does.
+compiled.py compiles in a subprocess. The Triton of requirements.gpu.lock compiles the kernels as
+well as the installed one does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from tests.kernels.ir_samples import INDEX_MODES
 
 triton = pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
@@ -41,19 +39,9 @@ NAMES = {
     for path in KERNELS.rglob("*.py")
     for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)
 }
-DIRECT = {
-    name
-    for path in KERNELS.rglob("*.py")
-    for name in re.findall(r"^@direct\n@.+\ndef (\w+_kernel)\(", path.read_text(), re.MULTILINE)
-}
 WITH_FP8 = "sm_89", "sm_90", "sm_100", "sm_120"  # architectures with tensor cores for it
 IN_FP8 = {"twell.kernels.float8.quantize_kernel"}
 ON_HOPPER = {"twell.kernels.gate_hopper.gate_hopper_kernel"}
-# Expressions that `ir.overflows` cannot know to be in range, by file.
-BOUNDED = {
-    ("kernels/common.py", "bits * 0x01010101"): "wraps on purpose: the highest byte is the sum",
-    ("kernels/union.py", "block * BM"): "the first token of a block in the queue, so below M",
-}
 
 
 def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
@@ -64,10 +52,7 @@ def in_subprocess(tmp_path: Path, *arguments: str, older: bool = False):
         if triton.__version__ == OLDER_VERSION:
             pytest.skip(f"the installed Triton is {OLDER_VERSION}")
         if not (OLDER / "triton").exists():
-            command = f"pip install --no-deps --target {OLDER} triton=={OLDER_VERSION}"
-            pytest.skip(
-                f"no Triton {OLDER_VERSION}; `make test MARK=slow` installs it, as does {command}"
-            )
+            pytest.skip(f"`make test MARK=slow` installs Triton {OLDER_VERSION}")
         paths = [str(OLDER), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     done = subprocess.run(
@@ -102,46 +87,7 @@ def test_all_kernels_compile_and_fit(architecture, variants, older, tmp_path):
 
 
 @slow
-@pytest.mark.parametrize("older", [False, True])
-def test_a_known_case_is_launched_as_triton_does(older, tmp_path):
-    """Function, grid, stream, metadata and all arguments, without asking Triton again."""
-    launched = set()
-    for first, again in in_subprocess(tmp_path, "again", "sm_90", older=older):
-        assert first == again
-        launched.update(function for _, _, _, _, function, *_ in first)
-    assert launched == DIRECT
-
-
-@slow
-def test_compiled_code_launches_decode_by_itself(tmp_path):
-    """And takes only results for written: what else it took for written, it would copy."""
-    kernel = "twell.kernels.decode.decode_{}_kernel".format
-    results = {kernel("up"): ["h_ptr", "flags_ptr"], kernel("down"): ["lists_ptr", "y_ptr"]}
-    traced = in_subprocess(tmp_path, "trace", "sm_90")
-    assert len(traced) == 8
-    for name, launches, others in traced:
-        by_itself = "num_tokens=5" not in name and "any_number=False" in name
-        assert dict(launches) == (results if by_itself else {}), name
-        assert ("twell.ffn.default" in others) != by_itself, name
-
-
-@slow
-def test_indices_and_grids_stay_in_range_at_the_largest_sizes(tmp_path):
+def test_grids_are_in_range_at_the_largest_sizes(tmp_path):
     launched, problems = in_subprocess(tmp_path, "launch", "sm_90")
     assert set(launched) == NAMES
-    reported = {(file, expression) for file, _, expression, _ in problems}
-    assert set(BOUNDED) <= reported, "BOUNDED has an expression that is not reported"
-    problems = [p for p in problems if (p[0], p[2]) not in BOUNDED]
-    assert not problems, "\n".join("{}:{}: {} reaches {}".format(*p) for p in problems)
-
-
-@slow
-@pytest.mark.parametrize("older", [False, True])
-def test_checks_find_what_they_should(older, tmp_path):
-    buffers, indices, again = in_subprocess(tmp_path, "samples", "sm_90", older=older)
-    assert [len(again[mode]) for mode in ("once", "again", "barrier")] == [0, 1, 0]
-    plain, (registers, ahead) = buffers  # the load of the second also feeds registers
-    assert not plain and registers.startswith("read by a product and into registers")
-    assert ahead.startswith("2 copies ahead in 2 buffers")
-    reported = {mode: [tuple(problem[2:]) for problem in indices[mode]] for mode in indices}
-    assert reported == INDEX_MODES
+    assert not problems, "\n".join(problems)

@@ -107,20 +107,6 @@ def test_one_compiled_graph_serves_every_number_of_tokens():
     assert len(graphs) == 1
 
 
-@pytest.mark.slow
-def test_gradients_and_out_under_compilation():
-    given, gradients = arguments(), []
-    x, *rest = given.values()
-    compiled = torch.compile(twell.ffn, fullgraph=True, backend="aot_eager")
-    for function in (twell.ffn, compiled):
-        leaf = x.detach().requires_grad_()
-        function(leaf, *rest, activation="relu2").sum().backward()
-        gradients.append(leaf.grad)
-    assert torch.equal(*gradients) and gradients[0].any()
-    with torch.no_grad():
-        assert torch.equal(compiled(x, *rest, out=torch.empty_like(x)), twell.ffn(x, *rest))
-
-
 def test_tensors_that_the_kernels_do_not_take_are_computed_densely():
     given = arguments(values="normal")
     wide = {name: t.double().cpu() for name, t in given.items()}

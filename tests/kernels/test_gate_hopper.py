@@ -7,9 +7,10 @@ a time, and copies land at random. tests/gpu/test_gate.py compares results on a 
 from __future__ import annotations
 
 import random
-import threading
 from types import FunctionType, SimpleNamespace
+from unittest.mock import MagicMock
 
+import greenlet
 import pytest
 import torch
 
@@ -71,8 +72,7 @@ class Program:
 
     def __init__(self, number, tiles, num_steps, seed, ignored=()):
         self.random, self.ignored, self.number = random.Random(seed), ignored, number
-        self.copies, self.stored, self.error, self.waiting = [], [], None, {}
-        self.main = threading.Semaphore(0)
+        self.copies, self.stored, self.main = [], [], greenlet.getcurrent()
         full, empty = (
             Several(Barrier(f"{name}[{i}]", count) for i in range(STAGES))
             for name, count in (("full", 1), ("empty", 2))
@@ -85,70 +85,51 @@ class Program:
             SimpleNamespace(block_shape=[size, STEP], dtype=Buffer.dtype, name=name)
             for name, size in (("rows", ROWS), ("columns", COLUMNS))
         ]
-        g_buffers = Several([None] * 2)
-        roles = [
-            (gate_hopper.consumer, (work, g_buffers, None, 8, STAGES, BY_NEURON, half))
-            for half in (0, 1)
-        ]
+        model, g_buffers = self.model(), Several([None] * 2)
+
+        def role(kernel, *arguments):
+            function = FunctionType(kernel.fn.__code__, model)
+            return greenlet.greenlet(lambda: function(*arguments))
+
+        # Each with the condition on which it goes on.
         loads = descs, ring, tiles, num_steps * STEP, 8, STAGES, BY_NEURON
-        self.roles = [
-            threading.Thread(target=self.role, args=role, daemon=True)
-            for role in (*roles, (gate_hopper.loader, loads))
-        ]
+        self.roles = {role(gate_hopper.loader, *loads): lambda: True}
+        for half in (0, 1):
+            given = work, g_buffers, None, 8, STAGES, BY_NEURON, half
+            self.roles[role(gate_hopper.consumer, *given)] = lambda: True
 
-    def run(self) -> list:
-        """Stored panels: row, column and products. Raises Wrong."""
-        for role in self.roles:
-            self.waiting[role] = threading.Semaphore(0), lambda: True
-            role.start()
-        while self.waiting and not self.error:
-            able = [turn for turn, condition in self.waiting.values() if condition()]
-            choices = able + self.copies
-            if not choices:
-                raise Wrong("every role waits")
-            choice = self.random.choice(choices)
-            if choice in self.copies:
-                self.land(choice)
-            else:
-                choice.release()
-                self.main.acquire()
-        if self.error:
-            raise self.error
-        return self.stored
-
-    def role(self, kernel, arguments):
-        """Runs a role in its thread, with the model in place of Gluon."""
+    def model(self):
+        """What the roles' code calls, with the model in place of Gluon."""
         names = {name: getattr(self, name) for name in ("wait", "arrive", "expect")}
         tma = SimpleNamespace(async_copy_global_to_shared=self.copy, store_wait=lambda n: None)
-        gl = SimpleNamespace(
-            program_id=lambda axis: self.number,
-            minimum=min,
-            float32=None,
-            static_range=range,
-            zeros=lambda *given: Sum(),
-        )
+        gl = SimpleNamespace(program_id=lambda axis: self.number, minimum=min, float32=None)
+        gl.static_range, gl.zeros = range, lambda *given: Sum()
         model = dict(gl=gl, tma=tma, mbarrier=SimpleNamespace(**names), store_panel=self.store)
         model |= dict(warpgroup_mma=self.multiply, warpgroup_mma_wait=self.finish)
         model |= dict(product_layout=lambda *given: None, gate_value=lambda acc, *given: acc)
         model |= dict(panels_of=lambda acc, bits: [acc] * 4, range=range)
         for name in ("tile_of", "place_of", "multiply", "release"):
             model[name] = FunctionType(getattr(gate_hopper, name).fn.__code__, model)
-        turn, _ = self.waiting[threading.current_thread()]
-        turn.acquire()
-        try:
-            FunctionType(kernel.fn.__code__, model)(*arguments)
-        except Wrong as error:
-            self.error = error
-        del self.waiting[threading.current_thread()]
-        self.main.release()
+        return model
+
+    def run(self) -> list:
+        """Stored panels: row, column and products. Raises Wrong."""
+        while self.roles:
+            able = [role for role, condition in self.roles.items() if condition()]
+            if not able + self.copies:
+                raise Wrong("every role waits")
+            choice = self.random.choice(able + self.copies)
+            if choice in self.copies:
+                self.land(choice)
+                continue
+            self.roles[choice] = choice.switch()
+            if choice.dead:
+                del self.roles[choice]
+        return self.stored
 
     def pause(self, condition=lambda: True):
         """Lets others run, at least until the condition holds."""
-        thread = threading.current_thread()
-        turn, _ = self.waiting[thread]
-        self.waiting[thread] = turn, condition
-        self.main.release()
-        turn.acquire()
+        self.main.switch(condition)
 
     def wait(self, barrier, parity):
         if barrier.name not in self.ignored:
@@ -224,7 +205,7 @@ def run_programs(seed, num_steps, ignored=(), tiles=(5, 2), num_programs=2):
 
 @pytest.mark.parametrize("num_steps", [4, 7])
 def test_roles_store_every_panel_in_any_order(num_steps):
-    for seed in range(2):
+    for seed in range(10):
         run_programs(seed, num_steps)
     run_programs(0, num_steps, tiles=(9, 3), num_programs=4)  # tiles for odd programs
     run_programs(0, num_steps, tiles=(1, 1), num_programs=1)
@@ -259,22 +240,14 @@ CHOICES = [
 @pytest.mark.parametrize(("expected", "changes"), CHOICES)
 def test_hopper_takes_its_kernel_where_it_can(expected, changes, monkeypatch):
     """And `gate_bits` launches it, with results of its layout."""
-    given, launched = GIVEN | changes, []
-
-    class Recorder:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            return lambda *arguments, **given: launched.append((self.name, grid, given["BM"]))
-
+    given, hopper, other = GIVEN | changes, MagicMock(), MagicMock()
     monkeypatch.setattr("triton.knobs.runtime.interpret", given["interpret"])
     monkeypatch.setattr("triton.__version__", given["version"])
     monkeypatch.setattr(options, "architecture", lambda device: given["architecture"])
     for module in (options, gate):
         monkeypatch.setattr(module, "num_processors", lambda device: 132)
-    monkeypatch.setattr(gate, "gate_bits_kernel", Recorder("any"))
-    monkeypatch.setattr(gate_hopper, "gate_hopper_kernel", Recorder("hopper"))
+    monkeypatch.setattr(gate, "gate_bits_kernel", other)
+    monkeypatch.setattr(gate_hopper, "gate_hopper_kernel", hopper)
     tokens, neurons, by_neuron = given["num_tokens"], given["num_neurons"], given["by_neuron"]
     x, w = (torch.empty(n, given["k"], dtype=torch.bfloat16) for n in (tokens, neurons))
     bias = w[:, 0].contiguous() if given["bias"] else None
@@ -282,8 +255,10 @@ def test_hopper_takes_its_kernel_where_it_can(expected, changes, monkeypatch):
     assert options.hopper_gate(tokens, w, torch.device("cpu"), **chosen) == expected
     if given["architecture"] != "cpu" and not given["interpret"]:
         g, bits = gate.gate_bits(x, w, bias, by_neuron=by_neuron)
-        assert launched[0][0] == ("hopper" if expected else "any")
+        launches = [kernel.__getitem__.call_args_list for kernel in (hopper, other)]
+        assert [bool(grids) for grids in launches] == [expected, not expected]
     if changes in ({}, {"by_neuron": False}):
-        assert launched == [("hopper", (132,), 256 if by_neuron else 128)]
+        hopper.__getitem__.assert_called_once_with((132,))
+        assert hopper[132].call_args.kwargs["BM"] == (256 if by_neuron else 128)
         shapes = ((24, 5632, 64), (48, 5632)) if by_neuron else ((1409, 5632), (1536, 176))
         assert (g.shape, bits.shape) == shapes

@@ -20,9 +20,8 @@ def test_architectures_have_the_same_options(kernel, monkeypatch):
                 options.launch_options(kernel, CPU)
             continue
         given = options.launch_options(kernel, CPU)
-        assert given == {**row, "enable_fp_fusion": True} and {*row} == {*next(iter(table.values()))}
-        given["num_stages"] = 99  # a copy
-    assert all(row["num_stages"] != 99 for row in table.values())
+        assert given == {**row, "enable_fp_fusion": True}
+        assert {*row} == {*next(iter(table.values()))}
 
 
 def test_few_tokens_have_options_of_their_own(monkeypatch):

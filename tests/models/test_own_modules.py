@@ -102,7 +102,7 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields):
     [
         (of_prosparse, GATED | {"activation": "relu"}, "Gated describes something else"),
         (Gated, SQUARED | {"activation": "relu"}, "'c_fc'"),
-        (Gated, {"up": "w1", "down": "w3", "activation": "relu"}, "features"),
+        (Gated, {"up": "w1", "down": "w3", "activation": "relu"}, "w2.weight"),
         (Squared, SQUARED | {"activation": "relu3"}, "'relu3'"),
         (lambda: Threshold(nn.GELU()), SQUARED | {"act": "act"}, "GELU"),
         (Squared, {"activation": "relu"}, "'up' and 'down'"),

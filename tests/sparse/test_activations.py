@@ -72,23 +72,6 @@ def test_values_are_torchs_bits(dtype):
         assert torch.equal(g[g != 0].view(bits), a[g != 0].view(bits))  # NaN among them
 
 
-@pytest.mark.parametrize(("activation", "threshold", "gated"), KINDS)
-def test_empty_full_and_special_rows(activation, threshold, gated):
-    """A row of each kind beside ordinary ones, which it does not change."""
-    ffn = make(gated, True, activation, threshold=threshold, sizes=(24, 71)).eval()
-    x = torch.randn(7, 24, dtype=torch.float64)
-    x[:4, 0] = torch.tensor([-2e4, 2e4, torch.nan, torch.inf])
-    with torch.no_grad():
-        ffn.first.weight[:, 0] = 1.0
-        ffn.first.bias.fill_(-1)
-        expected, _ = plain(ffn, x)
-        ffn.backend = "reference"
-        y = ffn(x)
-    torch.testing.assert_close(y[4:], expected[4:], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(y[1], expected[1], rtol=1e-10, atol=1e-10)
-    assert torch.equal(y[0], ffn.down_proj.bias) and not y[2:4].isfinite().any()
-
-
 def test_a_saved_configuration_keeps_the_threshold(tmp_path):
     """tests/models/test_llama.py saves models."""
     config = SparseLlamaConfig(hidden_act="relu2", activation_threshold=0.125)

@@ -73,44 +73,43 @@ def test_what_was_not_measured_is_never_chosen():
     assert made.choices(10**6, 9.1, 50.1)["graph"] == "dense"
 
 
-@pytest.mark.parametrize("repeat", range(3))
-def test_no_time_is_below_the_floor_of_its_situation(rng, repeat):
-    rng.seed(repeat)
-    sizes = sorted(rng.sample(range(1, 3000), 4))
-    floors = {
-        (situation, path): [rng.uniform(0.1, 2) for _ in sizes]
-        for situation, path in (("eager", "dense"), ("eager", "union"), ("compiled", "decode"))
-    }
-    given = [
-        Floor(situation, m, {path: times[place]})
-        for place, m in enumerate(sizes)
-        for (situation, path), times in floors.items()
-    ]
-    grid = random_grid(rng)
-    made = from_grid(grid, floors=tuple(rng.sample(given, len(given))))
-    for _ in range(20):
-        m, active, union = (rng.uniform(1, high) for high in (4096, 900, 900))
-        alone = made.predict(m, active, union)
-        assert alone == from_grid(grid).predict(m, active, union)
-        for situation in ("graph", "eager", "compiled"):
-            expected, host = dict(alone), dict.fromkeys(alone, 0.0)
-            for (of, path), times in floors.items():
-                if of == situation and path in alone:
-                    least = np.minimum.accumulate(times[::-1])[::-1]  # fewer take no longer
-                    logs = np.interp(math.log(m), np.log(sizes), np.log(least))
-                    host[path] = math.exp(logs)
-                    expected[path] = max(alone[path], host[path])
-            assert made.predict(m, active, union, situation) == pytest.approx(expected)
-            # A sparse path must leave time of the host for the rest of a model.
-            of_call, of_gpu = {"eager": (0.4, 0.4), "compiled": (0.85, 1)}.get(situation, (1, 1))
-            limit = max(of_call * host["dense"], of_gpu * alone["dense"])
-            possible = {
-                path: ms for path, ms in expected.items() if path == "dense" or host[path] <= limit
-            }
-            best = min(possible, key=possible.get)
-            sparse = expected[best] <= (1 - made.margin) * expected["dense"]
-            choice = made.choices(m, active, union)[situation]
-            assert choice == (best if sparse else "dense")
+def floored(*floors):
+    """Alone dense takes 1 ms and a union 0.2 ms, of any number of tokens."""
+    rows = [(m, 5, 20, path, ms) for m in (1, 5000) for path, ms in (("dense", 1), ("union", 0.2))]
+    return calibration(rows, floors=floors)
+
+
+def test_no_time_is_below_the_floor_of_its_situation():
+    """Floors stay beyond those measured, and fewer tokens take no longer."""
+    floors = [Floor("eager", 1000, {"dense": 8.0, "union": 4.0})]
+    made = floored(*floors, Floor("eager", 10, {"dense": 2.0, "union": 9.0}))
+    for tokens, dense in ((1, 2.0), (10, 2.0), (100, 4.0), (1000, 8.0), (5000, 8.0)):
+        assert made.predict(tokens, 5, 20, "eager") == pytest.approx({"dense": dense, "union": 4})
+        for situation in ("graph", "compiled"):
+            expected = pytest.approx({"dense": 1, "union": 0.2})
+            assert made.predict(tokens, 5, 20, situation) == expected
+
+
+@pytest.mark.parametrize(
+    ("situation", "dense", "union", "choice"),
+    [
+        ("eager", 8.0, 3.1, "union"),
+        ("eager", 8.0, 3.3, "dense"),
+        ("eager", 0.5, 0.39, "union"),
+        ("eager", 0.5, 0.41, "dense"),
+        ("compiled", 8.0, 6.7, "union"),
+        ("compiled", 8.0, 6.9, "dense"),
+        ("compiled", 0.5, 0.96, "union"),
+        ("compiled", 0.5, 0.99, "dense"),  # the margin
+        ("graph", 8.0, 7.7, "union"),
+    ],
+)
+def test_a_sparse_path_leaves_time_of_the_host_to_the_rest_of_a_model(
+    situation, dense, union, choice
+):
+    made = floored(Floor(situation, 1, {"dense": dense, "union": union}))
+    choices = dict.fromkeys(("graph", "eager", "compiled"), "union") | {situation: choice}
+    assert made.choices(70, 5, 20) == choices
 
 
 # --- files
@@ -143,23 +142,16 @@ WRONG = [
     (lambda f: f["times"][0].pop("union"), "'union'"),
     (lambda f: f["times"].append(7), "7"),
     (change("times", ms={"dense": math.nan}), "'dense' is nan"),
-    (change("times", ms={"dense": "1"}), "'dense' is '1'"),
     (change("times", ms={"fast": 1}), "'fast'"),
-    (change("times", ms=3), "ms is 3"),
     (change("times", tokens=0), "tokens is 0"),
     (change("times", active=1001), "active is 1001"),
-    (change("times", union=-1), "union is -1"),
     (change("floors", situation="slow"), "'slow'"),
     (change("floors", tokens=-1), "tokens is -1"),
-    (change("floors", ms={"dense": 0}), "'dense' is 0"),
-    (change("", floors=3), "floors is 3"),
     (change("", intermediate_size=0), "intermediate_size is 0"),
     (change("", gated="yes"), "gated is 'yes'"),
     (change("", margin=1), "margin is 1"),
     (change("", expected=[1]), r"expected is \(1,\)"),
-    (change("", expected=[1, 1001]), "1001"),
     (change("", training=1001), "training is 1001"),
-    (change("", training=True), "training is True"),
 ]
 
 

@@ -81,9 +81,6 @@ def test_dense_passes_follow_the_down_projection():
     part.weight.data -= 1
     ffn.down_proj = part
     assert torch.equal(ffn(x), bias)
-    handle = ffn.down_proj.register_forward_hook(lambda part, given, y: 0 * y)
-    assert (ffn(x) == 0).all()
-    handle.remove()
     ffn.down_proj = nn.Sequential(ffn.down_proj, nn.Threshold(1e9, 5.0))
     ffn.backend = "auto"
     assert (ffn(x) == 5).all()
@@ -232,7 +229,6 @@ def with_hook(ffn):
 UNFIT = [
     (lambda: nn.Linear(16, 16), None, "no SparseFFN"),
     (lambda: layer().float(), None, "gate_proj of layer 0 is torch.float32"),
-    (lambda: layer(activation="silu"), None, "'silu'"),
     (lambda: with_nan(layer()), None, "up_proj of layer 0"),
     (lambda: with_hook(layer()), None, "gate_proj of layer 0"),
     (quantized, None, "layer 0 is in FP8 already"),

@@ -53,19 +53,11 @@ def traced(ffn, x):
         ffn(mode.from_tensor(x))
 
 
-def batched(ffn, x):
-    def loss(values, row):
-        return torch.func.functional_call(ffn, values, (row,)).sum()
-
-    values = dict(ffn.named_parameters())
-    torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(values, x)
-
-
 def test_traces_leave_nothing_in_the_statistics():
     ffn, x = make(), torch.randn(3, 24, dtype=torch.float64)
     watched(ffn, x, counts=True)
     expected = ffn.stats.take()
-    for trace in (traced, batched, lambda ffn, x: torch.export.export(ffn, (x,))):
+    for trace in (traced, lambda ffn, x: torch.export.export(ffn, (x,))):
         with Collector([ffn], counts=True):
             trace(ffn, x)
         watched(ffn, x, counts=True)
@@ -118,7 +110,7 @@ def test_the_down_weight_keeps_the_strides_of_the_kernels():
 
 @triton_here
 @pytest.mark.parametrize("backend", ["triton", "auto"])
-def test_weights_that_lost_their_strides_or_alignment(backend, taken):
+def test_weights_that_lost_their_strides(backend, taken):
     ffn, x = make_auto(), positive(9)
     ffn.backend, ffn.path = backend, "union"
     ffn.observe(3, 3)
@@ -127,11 +119,7 @@ def test_weights_that_lost_their_strides_or_alignment(backend, taken):
         ffn.down_proj.weight.data = ffn.down_proj.weight.data.contiguous()
         ffn.gate_proj.weight.data = ffn.gate_proj.weight.data.t().contiguous().t()
         assert torch.equal(ffn(x), expected)
-        for part in (ffn.gate_proj, ffn.up_proj, ffn.down_proj):
-            flat = torch.empty(part.weight.numel() + 1, dtype=torch.float16, device=DEVICE)[1:]
-            part.weight.data = flat.view(part.weight.shape).copy_(part.weight)
-        assert ffn.up_proj.weight.data_ptr() % 16 and torch.equal(ffn(x), expected)
-    assert taken == ["union"] * 3
+    assert taken == ["union"] * 2
 
 
 # --- changing neurons

@@ -39,23 +39,14 @@ def test_a_layer_computes_the_same_in_any_order(training):
     assert all(map(torch.equal, ffn.stats.take(), other.stats.take()))
 
 
-def test_an_order_is_used_only_where_it_belongs():
-    used = []
-
-    class Noting(TokenOrder):
-        def take(self, rows):
-            used.append(len(rows))
-            return super().take(rows)
-
+def test_an_order_is_used_only_for_its_tokens():
     ffn, x = make(backend="reference").eval(), torch.randn(5, 24, dtype=torch.float64)
-    ffn.token_order = Noting(*TokenOrder.by(torch.tensor([2, 0, 1, 0, 2])))
-    ffn(x)
-    assert used == [5]
-    ffn(x[:4])  # of another call
-    watched(ffn, x, counts=True, token_mask=torch.tensor([1, 1, 1, 0, 1]))  # is in text order
-    ffn.backend = "dense"
-    ffn(x)
-    assert used == [5]
+    expected = ffn(x)
+    ffn.token_order = TokenOrder.by(torch.tensor([2, 0, 1, 0, 2]))
+    assert relative(ffn(x[:4]), expected[:4]) < 1e-12  # of another call
+    mask = torch.tensor([1, 1, 1, 0, 1])  # is in text order
+    watched(ffn, x, counts=True, token_mask=mask)
+    assert int(ffn.stats.take()[0].sum()) == int((ffn.activations(x)[0] != 0)[mask.bool()].sum())
 
 
 @triton_here

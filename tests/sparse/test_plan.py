@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.factories.sparse import from_grid, random_grid, threshold
 from twell.sparse import plan
 from twell.sparse.calibration import BLOCK
-from twell.sparse.plan import MODULES, POWERS, Chooser
+from twell.sparse.plan import POWERS, Chooser
 
 CPU, DENSE = torch.device("cpu"), ((POWERS[-1], "dense"),)
 
@@ -129,26 +129,7 @@ def test_watching_ends_where_the_plan_is_frozen():
     assert chooser.path(4096) == "dense"
 
 
-def test_dense_calls_are_quick_once_nothing_else_is_due():
-    chooser = make()
-    assert chooser.quick_path(70) is None
-    for number in range(1, 20):
-        path = chooser.quick_path(70)
-        assert path == (None if number in (1, 2, 4, 8, 16) else MODULES)
-        if path is None:
-            chooser.choose(torch.zeros(70, 32), lambda blocks: blocks)
-        else:
-            chooser.count(70)
-    chooser.observe(2, 50)  # another plan
-    assert chooser.quick_path(70) is None
-
-
-def test_counters_of_a_class_outlive_inference_mode_and_are_not_copied():
-    chooser = make()
-    for m in range(1, 300):
-        same = chooser.counters(min(2 ** math.ceil(math.log2(m)), 64), CPU)
-        assert chooser.counters(m, CPU).data_ptr() == same.data_ptr()
-    assert len({chooser.counters(2**n, CPU).data_ptr() for n in range(9)}) == 7
+def test_counters_outlive_inference_mode_and_are_not_copied():
     chooser = make()
     with torch.inference_mode():
         counters = chooser.counters(70, CPU)

@@ -5,7 +5,7 @@ from torch import distributed, nn
 from tests.factories.sparse import Stack, on_cpu, step
 from twell import SparseTraining
 from twell.sparse import training as sparse_training
-from twell.sparse.training import ATTEMPTS, RECENT, capacities
+from twell.sparse.training import ATTEMPTS, RECENT
 
 
 def need(sparse, *numbers):
@@ -34,13 +34,6 @@ def attempts_of(sparse, needs):
 
 
 # --- nothing is lost
-
-
-def test_capacities_rise_by_half_at_most():
-    sizes = (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
-    assert capacities(5632) == (*sizes, 5632)
-    assert capacities(96) == (32, 48, 64, 96) and capacities(100) == (32, 48, 64, 96, 100)
-    assert capacities(32) == (32,) and capacities(20) == (20,) and capacities(1) == (1,)
 
 
 @on_cpu
