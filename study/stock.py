@@ -6,6 +6,8 @@ What a user gets by `twell.sparsify(model, backend="auto")` and `twell.tune`: ea
 
 import argparse
 import copy
+import shlex
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -91,7 +93,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     given = parser.parse_args()
     torch._dynamo.config.cache_size_limit = 64
-    origin = results.provenance()
+    origin = results.provenance(shlex.join(["python", "-m", "study.stock", *sys.argv[1:]]))
     with torch.no_grad():
         pair = Pair()
         for mode in given.modes.split(","):
