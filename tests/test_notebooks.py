@@ -57,7 +57,6 @@ TRY = {
     "05_speedup": {"widths": [4096, 14336], "level": 73},
     "08_models": {"trained_model": "twell-6m"},
     "09_training_choices": {"family": "85m-50m-l1-*-seed-0"},
-    "10_clusters": {"size": "1.5b", "active": 29},
     "11_one_word": {"word": " United"},
     "12_pretrained": {"relufied": "relufy-0.0*"},
 }

@@ -10,7 +10,6 @@ and only `Bench` reads files. Each module imports those above it alone:
     formats   the formats cell by cell, and their bytes
     speed     measured layers, training steps and whole models over dense
     quantized the fastest in FP8 beside bf16, and its quality
-    clusters  what a training would cost on many GPUs
     tasks     accuracies of downstream tasks, and models beside each other on the same items
     relufied  pretrained models that became sparse, and the speed of their activity
 """
@@ -19,6 +18,6 @@ from study import first_of
 
 __getattr__ = first_of(
     __name__,
-    ".runs .speed .variants .activity .tasks .longer .quantized .relufied .clusters .formats "
+    ".runs .speed .variants .activity .tasks .longer .quantized .relufied .formats "
     "twell.tables twell.trace.neurons",
 )
