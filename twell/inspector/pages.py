@@ -18,7 +18,7 @@ from twell.inspector.side import Side
 PAGE_BYTES = 5_000_000  # the most that a page may have
 FOLDER = Path(__file__).with_name("browser")
 END_OF_DATA = "<!-- end of data -->"
-STYLES = ("dots.css", "view.css", "passage.css", "cards.css")
+STYLES = ("view.css", "passage.css", "cards.css")
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.M)
 
 

@@ -1,8 +1,8 @@
-// Finding neurons: a search, a scatter to brush, and the list of what was found.
+// Finding neurons: a search, a scatter, and the list of what was found.
 
 import { range } from "./data.js";
 import { button, element, labelled, pill, refill, renew, select, table } from "./elements.js";
-import { Scatter } from "./scatter.js";
+import { Scatter } from "./charts.js";
 import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -11,11 +11,7 @@ const ROWS = 50; // of the list, and so many more when asked for
 export class Browse {
   constructor(view) {
     Object.assign(this, { view, state: view.state });
-    this.scatter = new Scatter(
-      view,
-      (box) => this.ask({ box }),
-      (index) => this.choose(index),
-    );
+    this.scatter = new Scatter(view, (index) => this.choose(index));
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
     this.list = element("div.tw-found.tw-scrolled");
@@ -58,7 +54,7 @@ export class Browse {
     const overview = catalog.chunk("overview");
     if (overview && !overview.error) {
       const selected = layer === null || neuron === null ? null : layer * overview.N + neuron;
-      this.scatter.draw(overview, this.answer.found, selected, state.query.box);
+      this.scatter.draw(overview, this.answer.found, selected);
       this.list.querySelector("[aria-current]")?.removeAttribute("aria-current");
       this.list.querySelector(`[data-index="${selected}"]`)?.setAttribute("aria-current", "true");
     }
@@ -91,10 +87,7 @@ export class Browse {
     const overview = this.catalog.chunk("overview");
     const all = overview?.N ? overview.N * overview.L : 0;
     const number = `${integer(found.length)} of ${plural(all, "neuron")}`;
-    const clear = () => this.ask({ box: null });
-    const brushed = this.state.query.box && button(".tw-link", clear, "clear brush");
-    const status = error ?? (waiting ? "loading \u2026" : number);
-    refill(this.count, status, brushed && [" \u00b7 ", brushed]);
+    this.count.textContent = error ?? (waiting ? "loading \u2026" : number);
     const add = () => {
       this.rows += ROWS;
       this.showList();

@@ -4,10 +4,9 @@
 import { changedCard } from "./compare.js";
 import { range } from "./data.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
-import { help, pill, quiet, renew, signedBar, table, tokenPill, wordWith } from "./elements.js";
+import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
-import { ABOUT_H } from "./scales.js";
-import { BEGIN } from "./state.js";
+import { ABOUT_H } from "./colours.js";
 import { integer, number, percent, plural, signed } from "./words.js";
 
 const CHIPS = 3; // neurons of a closed layer
@@ -78,7 +77,7 @@ export class Cards {
     const rows = side.about.starts_with.slice(1).map((preset) =>
       button(
         ".tw-item",
-        () => this.state.put({ ...BEGIN, side: side.number, ...preset.view }),
+        () => this.state.goTo({ side: side.number, ...preset.view }),
         element("b", preset.name),
         element("span", { dir: "auto" }, preset.note),
       ),
@@ -110,7 +109,7 @@ export class Cards {
     const id = side.about.ids[side.token[token]];
     return element(
       "div.tw-card-head",
-      element("h4", tokenPill(side, token)),
+      element("h4", pill(side.text(token), side.isSpecial(token))),
       element("span.tw-quiet", `token ${integer(token)} \u00b7 ${where} \u00b7 id ${id}`),
       peeking
         ? element("span.tw-peeking", "peek")
@@ -140,7 +139,7 @@ export class Cards {
     const about = { "aria-expanded": String(opened), "aria-label": `layer ${layer}` };
     const capacity = state.capacity();
     const count = side.count(layer, token);
-    const over = side.fullestTile(layer, token) > capacity;
+    const over = side.row("tile_max", layer)[token] > capacity;
     const mark = over && { title: `a tile holds more than ${capacity}` };
     const strongest = () =>
       side.strongest(layer, token, CHIPS).map(({ neuron, value }) => {
@@ -193,13 +192,12 @@ export class Cards {
   }
 
   entry(side, layer, { neuron, value, share }, token, most) {
-    const sign = value < 0 ? ".tw-minus" : ".tw-plus";
     return element(
       "button.tw-item.tw-entry",
       { type: "button", ...this.choosing(side, layer, neuron, token) },
       element("span", String(neuron)),
       signedBar(value / most),
-      element(`b${sign}`, signed(value)),
+      signedText(value),
       element("span", percent(share)),
       side.rate && element("span", percent(side.rate[layer * side.N + neuron])),
     );
@@ -209,8 +207,8 @@ export class Cards {
 function predictions(side, token) {
   const predicted = side.predictions(token);
   if (!predicted) return null;
-  const following = side.following(token);
-  const comes = following === null ? null : side.text(following);
+  const following = token + 1;
+  const comes = side.position[following] > 0 ? side.text(following) : null;
   const listed = comes === null || predicted.some(({ text }) => text === comes);
   const word = ({ text, probability }) =>
     wordWith(text, percent(probability), text === comes ? ".tw-comes" : "");

@@ -4,8 +4,8 @@ import { makeScale } from "./colours.js";
 import { alikeness, changeControls } from "./compare.js";
 import { range, strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
-import { labelled, numberBox, pieces, quiet, select, wordWith } from "./elements.js";
-import { drawHistogram, histograms, pairsOf } from "./histogram.js";
+import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
+import { drawHistogram, histograms, pairsOf } from "./charts.js";
 import { integer, number, percent, signed } from "./words.js";
 
 const NEAR = 50; // places in the passage where a neuron fires most
@@ -79,21 +79,17 @@ export class NeuronCard {
   }
 
   statistics(side, layer, neuron, known) {
-    const facts = [];
     const { tokens, values } = side.column(layer, neuron);
     const fires = side.firings(layer, neuron);
-    if (side.T) {
-      const here = `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`;
-      facts.push(fact("fires here", here));
-    }
-    if (tokens.length) facts.push(fact("strongest here", signed(strongestOf(values))));
-    if (known.fires !== undefined) {
-      const among = `of ${integer(known.tokens)} tokens`;
-      const share = known.fires ? percent(known.fires / known.tokens) : "never: it is dead";
-      facts.push(fact(among, share));
-      if (known.fires)
-        facts.push(fact("mean", signed(known.mean)), fact("largest |h|", number(known.largest)));
-    }
+    const here = `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`;
+    const share = known.fires ? percent(known.fires / known.tokens) : "never: it is dead";
+    const facts = [
+      side.T > 0 && fact("fires here", here),
+      tokens.length > 0 && fact("strongest here", signed(strongestOf(values))),
+      known.fires !== undefined && fact(`of ${integer(known.tokens)} tokens`, share),
+      known.fires > 0 && fact("mean", signed(known.mean)),
+      known.fires > 0 && fact("largest |h|", number(known.largest)),
+    ];
     const kept = `Shown are the ${integer(tokens.length)} of its firings that are kept.`;
     return element(
       "div",
@@ -191,7 +187,7 @@ export class NeuronCard {
     });
     line.normalize();
     const parts = [
-      element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
+      signedText(value),
       quantile !== null && element("small", percent(quantile)),
       line,
     ];

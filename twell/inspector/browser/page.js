@@ -68,10 +68,9 @@ const whole = (text) => (/^\d{1,9}$/.test(text) ? Number(text) : undefined);
 const yes = (text) => ({ yes: true, no: false })[text];
 const among = (...words) => (text) => (words.includes(text) ? text : undefined);
 const key = (names) => among(...Object.keys(names));
-const numbers = (text, sign, count) => {
-  const ends = text.split(sign).map(Number);
-  const rising = ends.every((end, n) => n % 2 === 0 || ends[n - 1] <= end);
-  return ends.length === count && rising ? ends : undefined;
+const ends = (text) => {
+  const [first, last] = text.split("-").map(whole);
+  return first <= last ? [first, last] : undefined;
 };
 // How the text of each part is read; undefined for nonsense.
 const READ = {
@@ -82,7 +81,7 @@ const READ = {
   colour: among("count", "neuron", "surprise"),
   scale: among("all", "layer", "neuron"),
   limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
-  layers: (text) => (/^\d+-\d+$/.test(text) ? numbers(text, "-", 2) : undefined),
+  layers: ends,
   skip_first: yes,
   compression: whole,
   difference: yes,
@@ -92,19 +91,18 @@ const READ = {
   within: whole,
   state: key(STATES),
   sort: key(SORTS),
-  box: (text) => numbers(text, "~", 4), // left, right, low, high
 };
-const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within", "box"];
+const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within"];
 
-function written(name, value) {
-  if (Array.isArray(value)) return value.join(name === "box" ? "~" : "-");
+function written(value) {
+  if (Array.isArray(value)) return value.join("-");
   if (typeof value === "boolean") return value ? "yes" : "no";
   return encodeURIComponent(value ?? "none");
 }
 
 export function addressOf(view, begin) {
-  const parts = Object.keys(begin).map((name) => [name, written(name, view[name])]);
-  const changed = parts.filter(([name, text]) => text !== written(name, begin[name]));
+  const parts = Object.keys(begin).map((name) => [name, written(view[name])]);
+  const changed = parts.filter(([name, text]) => text !== written(begin[name]));
   return changed.map((part) => part.join("=")).join("&");
 }
 

@@ -3,11 +3,14 @@
 
 const WORDY = /[\p{L}\p{N}]/u;
 
-// within: a layer; box: the brushed part of the scatter, by its axes, as left, right, low, high;
-// finding: whether the search is open.
+// within: a layer; finding: whether the search is open.
 export const QUERY = {
-  ...{ words: "", where: "fires", within: null, state: "alive", sort: "match" },
-  ...{ box: null, finding: false },
+  words: "",
+  where: "fires",
+  within: null,
+  state: "alive",
+  sort: "match",
+  finding: false,
 };
 export const WHERE = {
   fires: "fires at",
@@ -41,16 +44,11 @@ export function search(catalog, query) {
   return { found, score };
 }
 
-// Whether a neuron is in the layer, alive or dead, and in the brushed box, as the query has it.
-function isInside({ N, L, fires, strength, about }, { within, state, box }, index) {
+// Whether a neuron is in the layer, and alive or dead, as the query has it.
+function isInside({ N, L, fires }, { within, state }, index) {
   const exists = within !== null && within < L; // an address may ask for more
   if (exists && Math.floor(index / N) !== within) return false;
-  if (!fires) return true;
-  if (state !== "all" && fires[index] > 0 !== (state === "alive")) return false;
-  if (!box) return true;
-  const [left, right, low, high] = box;
-  const rate = fires[index] / about.tokens;
-  return rate >= left && rate <= right && strength[index] >= low && strength[index] <= high;
+  return !fires || state === "all" || fires[index] > 0 === (state === "alive");
 }
 
 // All neurons by falling size; equal ones by number. Each order is computed once.

@@ -7,12 +7,12 @@ import { Browse } from "./browse.js";
 import { Cards, modelFacts, tokenTitle } from "./cards.js";
 import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
-import { unpack } from "./data.js";
+import { meanOf, unpack } from "./data.js";
 import { element, refill, renew } from "./elements.js";
 import { KEYS, pressed } from "./keyboard.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
-import { COLOURING, State, TRAITS } from "./state.js";
+import { State, TRAITS } from "./state.js";
 import { Typing } from "./typing.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -179,7 +179,7 @@ export class View {
       `${plural(side.L, "layer")} of ${integer(side.N)} neurons`,
     ];
     if (side.T) {
-      const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
+      const mean = meanOf(side.counts);
       facts.push(`${number(mean)} active (${percent(mean / side.N)})`);
       if (side.loss() === side.loss()) facts.push(`loss ${number(side.loss())} nats`);
     } else if (overview?.about) facts = modelFacts(overview);
@@ -234,13 +234,12 @@ export class View {
     this.updating = true;
     const focused = this.root.contains(this.active());
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
-    const traits = COLOURING.map((trait) => state.get(trait));
-    const lacking = state.selected().neuron === null;
+    const shown = [this.built, state.selected().neuron === null, state.colours()].join();
     renew(this.head, [["head", [this.built, known].join(), () => this.heading()]]);
-    renew(this.bar, [["bar", [this.built, lacking, ...traits].join(), () => bar(state)]]);
+    renew(this.bar, [["bar", shown, () => bar(state)]]);
     for (const part of this.parts) {
       part?.passage.paint();
-      part?.map.draw();
+      part?.map.draw(part.passage.colours);
     }
     this.cards.show();
     this.browse.show();
@@ -249,10 +248,6 @@ export class View {
     this.updating = false;
     this.reveal = false; // the selected token comes into sight when it has changed,
     this.keepPlace = false; // unless it was selected there
-  }
-
-  passageOf(side) {
-    return this.parts[side.number].passage;
   }
 
   active() {
