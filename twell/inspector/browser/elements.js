@@ -121,7 +121,7 @@ export function select(label, pairs, chosen, choose, attributes = {}) {
 const HIDDEN = /((?!(?<=\S)\u200d)[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}]|(?! )\p{Zs})/u;
 
 // The text of a token as nodes in which everything can be seen. breaks: a line of text ends at a
-// newline. The font shows spaces (dots.css).
+// newline. The font shows spaces (passage.css).
 export function pieces(text, breaks = false) {
   if (BYTES.test(text)) return [element("span.tw-bytes", text)];
   if (!text) return [element("span.tw-bytes", "empty")];

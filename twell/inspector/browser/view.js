@@ -189,21 +189,11 @@ export class View {
 
   heading() {
     const { sides, header } = this.state;
-    const most = Math.min(...sides.map((side) => side.about.strongest ?? Infinity));
-    const notes = [];
-    if (most < Infinity)
-      notes.push(
-        `Of each token and layer the ${most} strongest neurons are kept here; ` +
-          "counts, shares and marks are of all.",
-      );
-    if (!sides.every((side) => side.about.precise))
-      notes.push("Values are rounded to bf16, within 0.4%.");
-    notes.push(...header.reasons);
     return element(
       "div.tw-head",
       sides.length === 1 && this.facts(sides[0]),
       changeStrip(this.state),
-      notes.length > 0 && element("div.tw-note", notes.join(" ")),
+      header.reasons.length > 0 && element("div.tw-note", header.reasons.join(" ")),
     );
   }
 
