@@ -37,7 +37,8 @@ export class Catalog {
   card(layer, neuron) {
     const overview = this.chunk("overview");
     if (!overview || overview.error) return overview;
-    const card = { overview, note: this.note(layer, neuron), missing: [], waiting: false };
+    const { tokens, edges } = overview.about;
+    const card = { overview, tokens, edges, note: this.note(layer, neuron), missing: [] };
     const use = (name, read) => {
       const chunk = this.chunk(name);
       if (chunk === undefined) card.waiting = true;
@@ -45,7 +46,8 @@ export class Catalog {
       else read(chunk);
     };
     if (overview.fires) {
-      Object.assign(card, overview.facts(layer, neuron));
+      const at = layer * overview.N + neuron;
+      for (const name of ["fires", "mean", "largest"]) card[name] = overview[name][at];
       use(`layer-${layer}`, (chunk) => readLayer(card, chunk, neuron));
       use("text", (text) => readExamples(card, text, layer, neuron));
     }
@@ -65,13 +67,6 @@ class Overview {
     Object.assign(this, arrays, { about: header, N: header.neurons, L: header.layers });
     this.places = this.fires ? header.top + header.quantiles.length : 0; // of each neuron
     this.width = this.fires ? header.before + 1 + header.after : 0; // tokens of an example
-  }
-
-  facts(layer, neuron) {
-    const at = layer * this.N + neuron;
-    const { tokens, edges } = this.about;
-    const { [at]: fires } = this.fires;
-    return { tokens, edges, fires, mean: this.mean[at], largest: this.largest[at] };
   }
 
   peaksOf(index) {
