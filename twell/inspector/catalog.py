@@ -77,8 +77,6 @@ class Catalog:
             "quantiles": aggregate.quantiles,
             "before": aggregate.before,
             "after": aggregate.after,
-            "near": aggregate.near.shape[-1] > 0,
-            "together": aggregate.together.shape[-1],
             "strings": aggregate.strings,
             "run": aggregate.meta.get("run"),
         }

@@ -104,13 +104,13 @@ export class Cards {
 
   tokenHead(side, token, peeking) {
     const sequence = `sequence ${integer(side.sequenceOf(token) + 1)}, `;
+    const where = side.starts.length > 2 ? sequence : "";
     const position = `position ${integer(side.position[token])}`;
-    const where = side.starts.length > 2 ? sequence + position : position;
     const id = side.about.ids[side.token[token]];
     return element(
       "div.tw-card-head",
       element("h4", pill(side.text(token), side.isSpecial(token))),
-      element("span.tw-quiet", `token ${integer(token)} \u00b7 ${where} \u00b7 id ${id}`),
+      element("span.tw-quiet", `token ${integer(token)} \u00b7 ${where}${position} \u00b7 id ${id}`),
       peeking
         ? element("span.tw-peeking", "peek")
         : closer("let go of the token", () => this.state.put({ token: null })),
@@ -180,14 +180,12 @@ export class Cards {
     const among = { title: `of ${integer(side.about.aggregate ?? 0)} tokens` };
     const names = ["neuron", "", ["h", help(ABOUT_H)], "share"];
     if (side.rate) names.push(element("span", among, "fires"));
-    const covered = shown.reduce((sum, one) => sum + one.share, 0);
-    const kept = `${shown.length} of ${count}, ${percent(Math.min(covered, 1))} of the sum of |h|`;
     const rows = shown.map((one) => this.entry(side, layer, one, token, most));
     const about = { data: { of: `${layer} ${token}` } };
     const columns = `auto minmax(40px, 1fr) 58px 44px${side.rate ? " 52px" : ""}`;
     return [
       element("div.tw-scrolled", about, table(columns, names, rows)),
-      shown.length < count && quiet(kept),
+      shown.length < count && quiet(`the strongest ${shown.length} of ${count}`),
     ];
   }
 
@@ -240,24 +238,21 @@ export function tokenTitle(state) {
   return lines.join("\n");
 }
 
-export function modelFacts({ about, fires, L, N }) {
+export function modelFacts({ about, fires }) {
   const { name, tokens, run } = about;
   const dead = fires ? fires.reduce((sum, count) => sum + (count === 0), 0) : 0;
-  const facts = [
-    `${plural(L, "layer")} of ${integer(N)} neurons`,
+  return [
     fires && `${percent(dead / fires.length)} dead`,
     tokens !== null && `counted over ${plural(tokens, "token")}`,
     run !== name && run,
     !about.weights && "no weights: no promoted words, no similar neurons",
   ];
-  return facts.filter(Boolean);
 }
 
 // Of each layer: active neurons, dead ones, and how strongly they fire. A click searches in it.
 function layersCard(view, side) {
   const overview = side.catalog?.chunk("overview");
-  if (!overview) return quiet();
-  if (!overview.fires) return quiet("There are no statistics without an aggregate.");
+  if (!overview?.fires) return quiet(overview && "There are no statistics without an aggregate.");
   const rows = range(0, overview.L - 1).map((layer) => layerRow(overview, layer));
   const most = Math.max(...rows.map(({ active }) => active));
   const { within } = view.state.query;

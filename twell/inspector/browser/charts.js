@@ -5,7 +5,7 @@ import { range } from "./data.js";
 import { element } from "./elements.js";
 import { compact, number, percent, plural, powerOfTwo, signed } from "./words.js";
 
-const SIZE = { width: 340, height: 115 };
+const SIZE = { width: 340, viewBox: "0 0 340 115" };
 const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
 const OCTAVES = 12;
 const TALL = 300; // of the scatter
@@ -81,12 +81,10 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
     name: `h, in powers of two, ${name}`,
     ticks: labelled.map(([n, edge]) => [x(n), powerOfTwo(edge)]),
   };
-  const decades = Array.from({ length: Math.floor(reach) + 1 }, (_, decade) => decade);
+  const decades = range(0, Math.floor(reach)).filter((n) => reach <= 4 || n % 2 === 0);
   const upright = {
     name: "tokens, log scale",
-    ticks: decades
-      .filter((decade) => reach <= 4 || decade % 2 === 0)
-      .map((decade) => [y(10 ** decade), compact(10 ** decade)]),
+    ticks: decades.map((n) => [y(10 ** n), compact(10 ** n)]),
   };
   const bars = histogram.map((count, bin) => {
     if (!count) return null;
@@ -101,11 +99,9 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
     const shape = { d: `M${x(placeOf(value, edges))} ${bottom}l-3 5h6z` };
     return element("svg:path.tw-quantile", shape, element("svg:title", title));
   });
-  const { width, height } = SIZE;
-  const about = { role: "img", "aria-label": `histogram of h, ${name}` };
-  const size = { width, viewBox: `0 0 ${width} ${height}` };
+  const about = { role: "img", "aria-label": `histogram of h, ${name}`, ...SIZE };
   const grid = axes(INNER, across, upright);
-  return element("svg:svg.tw-chart.tw-histogram", size, about, grid, bars, marks);
+  return element("svg:svg.tw-chart.tw-histogram", about, grid, bars, marks);
 }
 
 // All neurons of a model as points: how often they fire against how strongly. A click takes the

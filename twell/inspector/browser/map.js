@@ -94,7 +94,11 @@ export class ActivityMap {
       const marks = colours.map((colour, token) => (tiles[row][token] > capacity ? over : colour));
       this.fill(marks, row * height, Math.max(2, Math.round(height / 7)));
     });
-    const note = capacity < Infinity && this.overflow(tiles.map((row) => [...row]).flat());
+    const isOver = (tile) => (Number.isNaN(tile) ? NaN : Number(tile > capacity));
+    const share = meanOf(tiles.map((row) => meanOf(row.map(isOver))));
+    const cells = share ? `${percent(share)} of cells` : "none";
+    const limit = `a tile of ${state.header.tile} with more than ${capacity}: ${cells}`;
+    const note = capacity < Infinity && limit;
     showLegend(this.legend, scales[0], state.get("scale") === "layer" && layers.length > 1, note);
   }
 
@@ -111,13 +115,6 @@ export class ActivityMap {
     return Uint32Array.from(values, (value) =>
       Number.isNaN(value) ? out : scale.ramp.pixel(scale.index(value), bare),
     );
-  }
-
-  overflow(tiles) {
-    const capacity = this.state.capacity();
-    const over = meanOf(tiles.map((tile) => (Number.isNaN(tile) ? NaN : Number(tile > capacity))));
-    const cells = over ? `${percent(over)} of cells` : "none";
-    return `a tile of ${this.state.header.tile} with more than ${capacity}: ${cells}`;
   }
 
   // The frames around the token under the pointer, the selected token, and the selected cell.

@@ -16,7 +16,7 @@ const SHARED_AXES = "Both histograms have the same bins and the same axes.";
 const ONLY_PLACES =
   "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
   "keeps it at all of them.";
-// Neighbours in the neuron's own layer, and in all layers: label and explanation of each kind.
+// Neighbours in the neuron's own layer, then in all layers: label and explanation of each kind.
 const IN_LAYER = {
   together: ["fires together", "correlation (phi) of which tokens they fire for"],
   gate: ["gate alike", "cosine of the rows of the gate projection, which decides when they fire"],
@@ -121,11 +121,9 @@ export class NeuronCard {
   }
 
   missing(side, card) {
-    const lines = new Set(card?.missing ?? []);
-    if (side.catalog && (!card || card.waiting)) lines.add("loading \u2026");
-    if (card?.error) lines.add(card.error);
-    if (this.unkept) lines.add(this.unkept);
-    return [...lines].map((line) => quiet(line));
+    const loading = side.catalog && (!card || card.waiting) && "loading \u2026";
+    const lines = new Set([...(card?.missing ?? []), loading, card?.error, this.unkept]);
+    return [...lines].filter(Boolean).map((line) => quiet(line));
   }
 
   // Examples: those of the passage, the strongest of all, or those at quantiles.
@@ -146,17 +144,10 @@ export class NeuronCard {
         "div.tw-scrolled",
         { data: { of: [layer, neuron, kind].join() } },
         here && this.placesHere(side, layer, neuron),
-        known[kind]?.map((example) => this.placeFar(side, example, known.largest)),
+        known[kind]?.map((example) => this.exampleLine(side, example, known.largest)),
       ),
       far.includes(kind) && !known.near && quiet(ONLY_PLACES),
     );
-  }
-
-  // An example of the aggregate; a click goes to its place in the passage, if it is from there.
-  placeFar(side, example, largest) {
-    const token = side.find(example.tokens, example.here);
-    const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
-    return this.exampleLine(side, example, largest, where, token);
   }
 
   placesHere(side, layer, neuron) {
@@ -167,14 +158,14 @@ export class NeuronCard {
     const largest = Math.abs(values[order[0]]);
     const shades = new Map(order.map((n) => [tokens[n], values[n]]));
     return order.slice(0, NEAR).map((n) => {
-      const { [n]: token } = tokens;
-      const example = { value: values[n], quantile: null, ...around(side, token, shades) };
-      return this.exampleLine(side, example, largest, `go to token ${integer(token)}`, token);
+      const example = { value: values[n], quantile: null, ...around(side, tokens[n], shades) };
+      return this.exampleLine(side, example, largest, tokens[n]);
     });
   }
 
-  // An example with every token shaded by its h. token: where it is in the passage, or null.
-  exampleLine(side, { value, quantile, tokens, shades, here }, largest, title, token) {
+  // An example with every token shaded by its h; a click goes to it in the passage, if it is there.
+  exampleLine(side, example, largest, token = side.find(example.tokens, example.here)) {
+    const { value, quantile, tokens, shades, here, sequence, position } = example;
     const scale = makeScale("signed", [0, largest], "", this.state.ramps);
     const { fill, ink } = scale.ramp;
     const line = element("span.tw-example", { dir: "auto" });
@@ -191,6 +182,7 @@ export class NeuronCard {
       quantile !== null && element("small", percent(quantile)),
       line,
     ];
+    const title = `sequence ${integer(sequence)}, position ${position}`;
     if (token === null) return element("div.tw-place", { title }, parts);
     return button(".tw-place", () => this.state.choose(side, { token }), { title }, parts);
   }
@@ -202,6 +194,7 @@ function around(side, token, values) {
   const last = Math.min(side.starts[sequence + 1] - 1, token + AFTER);
   const numbers = range(first, last);
   return {
+    ...{ sequence, position: side.position[token] },
     tokens: numbers.map((n) => side.text(n)),
     shades: numbers.map((n) => values.get(n) ?? 0),
     here: token - first,

@@ -73,11 +73,8 @@ function matches(catalog, overview, { where }, words) {
   }
   const score = new Float32Array(overview.L * overview.N);
   if (where === "note") {
-    for (let index = 0; index < score.length; index++) {
-      const note = catalog.note(Math.floor(index / overview.N), index % overview.N);
-      if (note.toLowerCase().includes(words)) score[index] = 1;
-    }
-    return { score };
+    const note = (at) => catalog.note(Math.floor(at / overview.N), at % overview.N);
+    return { score: score.map((_, at) => note(at).toLowerCase().includes(words)) };
   }
   if (!overview.about.words)
     return { error: "Promoted words are known only where there is a model with its last norm." };
@@ -134,8 +131,7 @@ class TextSearch {
       for (let place = index * each; place < (index + 1) * each; place++) {
         const at = text.at[place] - 1;
         if (at < 0) continue;
-        const from = Math.max(text.first[at], at - before);
-        const to = Math.min(text.last[at], at + after);
+        const [from, to] = text.around(at, before, after);
         if (marked[to + 1] > marked[from]) score[index]++;
       }
     return score;

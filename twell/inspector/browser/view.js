@@ -106,11 +106,7 @@ export class View {
     if (!this.catalogs.has(of)) {
       const { model } = this.state;
       const load = (key) => (model.chunk ? model.chunk(key) : this.ask(key));
-      const changed = () => {
-        this.chunks++;
-        this.schedule();
-      };
-      const catalog = new Catalog((name) => load(`${of}:${name}`), changed);
+      const catalog = new Catalog((name) => load(`${of}:${name}`), () => this.arrived());
       if (!model.chunk)
         catalog.write = (layer, neuron, text) => {
           catalog.noted.set(`${layer}:${neuron}`, text);
@@ -134,6 +130,10 @@ export class View {
     if (!done) this.cards.neuron.unkept = error;
     else if (error) refuse(new Error(error));
     else done(buffers[0]);
+    this.arrived();
+  }
+
+  arrived() {
     this.chunks++;
     this.schedule();
   }
@@ -174,16 +174,15 @@ export class View {
     const { name, of, start } = side.about;
     const overview = !side.T && side.catalog?.chunk("overview");
     const shown = `tokens ${integer(start)}\u2013${integer(start + side.T - 1)} of ${integer(of)}`;
-    let facts = [
-      of > side.T ? shown : plural(side.T, "token"),
+    const mean = meanOf(side.counts);
+    const facts = [
+      side.T > 0 && (of > side.T ? shown : plural(side.T, "token")),
       `${plural(side.L, "layer")} of ${integer(side.N)} neurons`,
+      side.T > 0 && `${number(mean)} active (${percent(mean / side.N)})`,
+      side.loss() === side.loss() && `loss ${number(side.loss())} nats`,
+      ...(overview?.about ? modelFacts(overview) : []),
     ];
-    if (side.T) {
-      const mean = meanOf(side.counts);
-      facts.push(`${number(mean)} active (${percent(mean / side.N)})`);
-      if (side.loss() === side.loss()) facts.push(`loss ${number(side.loss())} nats`);
-    } else if (overview?.about) facts = modelFacts(overview);
-    const quiet = element("span.tw-quiet", facts.join(" \u00b7 "));
+    const quiet = element("span.tw-quiet", facts.filter(Boolean).join(" \u00b7 "));
     return element("div.tw-name", element("b", name), quiet);
   }
 
