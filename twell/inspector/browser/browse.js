@@ -1,8 +1,7 @@
-// Finding neurons: a search, a scatter, and the list of what was found.
+// Finding neurons: a search, and the list of what was found.
 
 import { range } from "./data.js";
 import { button, element, labelled, pill, renew, select, table } from "./elements.js";
-import { Scatter } from "./charts.js";
 import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -12,7 +11,6 @@ const MORE = `show ${ROWS} more`;
 export class Browse {
   constructor(view) {
     Object.assign(this, { view, state: view.state });
-    this.scatter = new Scatter(view, (index) => this.choose(index));
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
     this.list = element("div.tw-found.tw-scrolled");
@@ -25,7 +23,7 @@ export class Browse {
       element("summary", "Find neurons"),
       this.bar,
       this.count,
-      element("div.tw-results", this.scatter.node, this.list),
+      this.list,
     );
   }
 
@@ -57,7 +55,6 @@ export class Browse {
     const number = `${integer(found.length)} of ${plural(size, "neuron")}`;
     this.count.textContent = error ?? (waiting ? "loading \u2026" : number);
     const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
-    if (size) this.scatter.draw(overview, found, selected);
     const shown = `${asked} ${this.rows} ${found.length} ${selected}`;
     const more = found.length > this.rows;
     renew(this.list, [

@@ -48,7 +48,7 @@ export class Catalog {
     if (overview.fires) {
       const at = layer * overview.N + neuron;
       for (const name of ["fires", "mean", "largest"]) card[name] = overview[name][at];
-      use(`layer-${layer}`, (chunk) => readLayer(card, chunk, neuron));
+      use(`layer-${layer}`, (chunk) => readLayer(card, chunk, layer, neuron));
       use("text", (text) => readExamples(card, text, layer, neuron));
     }
     if (overview.about.weights) use(`words-${layer}`, (chunk) => readWords(card, chunk, neuron));
@@ -100,14 +100,14 @@ function rowOf(values, row, rows) {
   return values.subarray(row * each, (row + 1) * each);
 }
 
-function readLayer(card, { arrays }, neuron) {
+function readLayer(card, { arrays }, layer, neuron) {
   const own = (name) => rowOf(arrays[name], neuron, card.overview.N);
   card.histogram = Array.from(own("histogram"));
   card.values = own("value");
   card.near = arrays.near.length ? own("near") : null;
   const phi = own("phi");
-  const together = Array.from(own("together"), (other, n) => [other - 1, phi[n]]);
-  card.together = together.filter(([other]) => other >= 0);
+  const together = Array.from(own("together"), (other, n) => [layer, other - 1, phi[n]]);
+  card.together = together.filter(([, other]) => other >= 0);
 }
 
 // Examples: { value, quantile, tokens, shades, here, sequence, position }; shades: h of each token,

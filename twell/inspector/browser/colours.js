@@ -85,7 +85,7 @@ export function themeOf(root, palettes) {
   root.style.colorScheme = theme;
   const { sequential, diverging } = palettes[theme];
   const ramps = { dark, sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
-  for (const name of ["cell", "out", "over", "muted", "accent"]) {
+  for (const name of ["cell", "out", "over"]) {
     root.style.color = `var(--tw-${name})`;
     ramps[name] = getComputedStyle(root).color.match(/\d+/g).map(Number);
   }

@@ -5,7 +5,7 @@ import { alikeness, changeControls } from "./compare.js";
 import { range, strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
 import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
-import { drawHistogram, histograms, pairsOf } from "./charts.js";
+import { drawHistogram, histograms, pairsOf } from "./histogram.js";
 import { integer, number, percent, signed } from "./words.js";
 
 const NEAR = 50; // places in the passage where a neuron fires most
@@ -247,8 +247,7 @@ function neighbours({ like = [], together = [] }, layer, choose) {
     const about = { onclick: () => choose(of, neuron), title: `layer ${of}, neuron ${neuron}` };
     return chip(named ? `${of} \u00b7 ${neuron}` : neuron, size, 2, about);
   };
-  const here = together.map(([neuron, phi]) => [layer, neuron, phi]);
-  const lists = [...(here.length ? [["together", here]] : []), ...like];
+  const lists = [["together", together], ...like].filter(([, neurons]) => neurons.length);
   const part = (heading, kinds, named) => {
     const rows = lists.filter(([name]) => kinds[name]).map(([name, neurons]) => {
       const [label, title] = kinds[name];

@@ -72,23 +72,14 @@ const ends = (text) => {
   const [first, last] = text.split("-").map(whole);
   return first <= last ? [first, last] : undefined;
 };
-// How the text of each part is read; undefined for nonsense.
+// How the text of a part is read that is neither a number nor yes or no; undefined for nonsense.
 const READ = {
-  side: whole,
-  token: whole,
-  layer: whole,
-  neuron: whole,
   colour: among("count", "neuron", "surprise"),
   scale: among("all", "layer", "neuron"),
   limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
   layers: ends,
-  skip_first: yes,
-  compression: whole,
-  difference: yes,
-  finding: yes,
   words: (text) => text,
   where: key(WHERE),
-  within: whole,
   state: key(STATES),
   sort: key(SORTS),
 };
@@ -113,7 +104,10 @@ export function viewOf(address, begin) {
   for (const name of Object.keys(begin)) {
     const text = words.get(name);
     if (text === "none" && MAY_BE_NONE.includes(name)) view[name] = null;
-    else if (text !== null) view[name] = READ[name](text) ?? begin[name];
+    else if (text !== null) {
+      const read = READ[name] ?? (typeof begin[name] === "boolean" ? yes : whole);
+      view[name] = read(text) ?? begin[name];
+    }
   }
   return view;
 }

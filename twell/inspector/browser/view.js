@@ -79,7 +79,7 @@ export class View {
   close() {
     this.life.abort();
     cancelAnimationFrame(this.drawing);
-    this.typing.stop();
+    clearTimeout(this.typing.timer);
     this.root.remove();
   }
 
