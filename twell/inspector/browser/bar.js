@@ -45,7 +45,7 @@ export function bar(state) {
     labelled("Overflow", pick("compression", MARK, marks), help(aboutMarks)),
     element("span.tw-group", box("skip_first", "without first tokens"), help(ABOUT_FIRST)),
     state.header.aligned && box("difference", "right: difference to left"),
-    element("span.tw-group.tw-end", presets(state), state.model.link && copier(state.model)),
+    element("span.tw-group.tw-end", presets(state), state.model.query && copier()),
   );
 }
 
@@ -78,9 +78,9 @@ function presets(state) {
 }
 
 // A page has an address, which says what it shows; a widget has none.
-function copier(model) {
+function copier() {
   const copy = async ({ currentTarget }) => {
-    await navigator.clipboard.writeText(model.link());
+    await navigator.clipboard.writeText(location.href);
     currentTarget.textContent = "copied";
   };
   return button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");

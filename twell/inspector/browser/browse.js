@@ -56,19 +56,18 @@ export class Browse {
     this.count.textContent = error ?? (waiting ? "loading \u2026" : number);
     const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
     const shown = `${asked} ${this.rows} ${found.length} ${selected}`;
+    const add = () => {
+      this.rows += ROWS;
+      view.schedule();
+    };
     const more = found.length > this.rows;
     renew(this.list, [
       ...(found.length ? [["table", shown, () => this.table(overview, selected)]] : []),
-      ...(more ? [["more", "", () => button(".tw-link.tw-more", () => this.add(), MORE)]] : []),
+      ...(more ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
     ]);
     const card = this.opened && view.root.querySelector(".tw-neuron");
     if (card) card.scrollIntoView({ block: "nearest" });
     this.opened = false;
-  }
-
-  add() {
-    this.rows += ROWS;
-    this.view.schedule();
   }
 
   controls({ L }) {

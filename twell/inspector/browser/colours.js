@@ -11,10 +11,6 @@ export const ABOUT_H =
 
 const FAINT = 0.1; // the place of the least value: what is not 0 is never as pale as 0
 
-function channels(hex) {
-  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-}
-
 export function pixel([r, g, b]) {
   return (255 << 24) | (b << 16) | (g << 8) | r;
 }
@@ -26,7 +22,7 @@ function brightness([r, g, b]) {
 // 256 colours between anchors; `bare` stays transparent, so that the page shows through.
 export class Ramp {
   constructor(anchors, bare) {
-    const stops = anchors.map(channels);
+    const stops = anchors.map((hex) => hex.match(/\w\w/g).map((digits) => parseInt(digits, 16)));
     this.rgb = Array.from({ length: 256 }, (_, n) => {
       const place = (n / 255) * (stops.length - 1);
       const left = Math.min(Math.floor(place), stops.length - 2);

@@ -153,7 +153,7 @@ export class NeuronCard {
   placesHere(side, layer, neuron) {
     const { tokens, values } = side.column(layer, neuron);
     if (!tokens.length) return quiet("It fires nowhere in this passage.");
-    const order = Array.from(tokens, (_, n) => n);
+    const order = tokens.map((_, n) => n);
     order.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
     const largest = Math.abs(values[order[0]]);
     const shades = new Map(order.map((n) => [tokens[n], values[n]]));

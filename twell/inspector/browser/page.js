@@ -12,13 +12,9 @@ class PageModel extends EventTarget {
   constructor(state, begin, atlas) {
     super();
     Object.assign(this, { begin, atlas });
-    this.state = { ...state, ...viewOf(location.hash.slice(1), begin) };
+    this.state = this.query = { ...state, ...viewOf(location.hash.slice(1), begin) };
     this.keys = document; // a page is nothing but the view: keys work wherever the focus is
     addEventListener("hashchange", () => this.follow());
-  }
-
-  get query() {
-    return this.state;
   }
 
   get(name) {
@@ -48,10 +44,6 @@ class PageModel extends EventTarget {
     const other = layer !== this.state.layer || neuron !== this.state.neuron;
     const write = this.atlas && other ? "pushState" : "replaceState";
     history[write](null, "", address ? `#${address}` : location.pathname + location.search);
-  }
-
-  link() {
-    return location.href;
   }
 
   async chunk(key) {

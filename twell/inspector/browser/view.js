@@ -66,7 +66,8 @@ export class View {
       model.on(name, react);
       signal.addEventListener("abort", () => model.off(name, react));
     };
-    for (const trait of TRAITS) on(`change:${trait}`, () => this.changed(trait));
+    for (const trait of TRAITS) on(`change:${trait}`, () => this.schedule());
+    for (const trait of ["token", "side"]) on(`change:${trait}`, () => (this.reveal = true));
     for (const trait of ["busy", "error", "texts"]) on(`change:${trait}`, () => this.typing.show());
     on("change:data", () => this.load());
     on("change:query", () => {
@@ -164,10 +165,9 @@ export class View {
   nodesOf(side, part) {
     const facts = this.state.sides.length === 2 && this.facts(side);
     if (part) return [facts, part.passage.nodes, part.map.nodes];
-    if (this.state.get("runs"))
-      return [facts, element("p.tw-empty", "There is no text yet: type one above.")];
-    const empty = "The text is empty: there is no token to show.";
-    return [facts, !side.catalog && element("p.tw-empty", empty)];
+    const runs = this.state.get("runs");
+    const empty = runs ? "There is no text yet: type one above." : "The text is empty.";
+    return [facts, (runs || !side.catalog) && element("p.tw-empty", empty)];
   }
 
   facts(side) {
@@ -202,11 +202,6 @@ export class View {
     this.state.ramps = themeOf(this.root, header.palettes);
     for (const part of this.parts) part?.passage.painted.fill(-1);
     this.update();
-  }
-
-  changed(trait) {
-    if (["token", "side"].includes(trait)) this.reveal = true;
-    this.schedule();
   }
 
   schedule() {
