@@ -98,8 +98,8 @@ export function changeStrip(state) {
   const chips = changes.map((one) => element("span.tw-changed", described(one), live && undo(one)));
   const loss = element(
     "b",
-    `loss ${before.loss().toFixed(3)} \u2192 ${after.loss().toFixed(3)} nats ` +
-      `(${signed(after.loss() - before.loss())})`,
+    `loss ${before.loss.toFixed(3)} \u2192 ${after.loss.toFixed(3)} nats ` +
+      `(${signed(after.loss - before.loss)})`,
   );
   const all = live && button(".tw-link", () => change(state, []), "undo all");
   return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, loss);

@@ -63,6 +63,7 @@ class Side {
     for (const [name, array] of Object.entries(arrays))
       if (name.startsWith(`${number}.`)) this[name.slice(2)] = array;
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
+    this.loss = meanOf(this.surprise); // NaN if no token is predicted
     // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
     const most = about.strongest ?? Infinity;
     this.pointer = new Uint32Array(this.counts.length + 1);
@@ -115,11 +116,6 @@ class Side {
       probability: this.probability[token * each + n],
     });
     return this.expected && Array.from({ length: each }, one);
-  }
-
-  // Mean surprise of the predicted tokens; NaN if there is none.
-  loss() {
-    return meanOf(this.surprise);
   }
 
   // Of an array of rows those of a layer: a value a token.

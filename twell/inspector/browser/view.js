@@ -179,7 +179,7 @@ export class View {
       side.T > 0 && (of > side.T ? shown : plural(side.T, "token")),
       `${plural(side.L, "layer")} of ${integer(side.N)} neurons`,
       side.T > 0 && `${number(mean)} active (${percent(mean / side.N)})`,
-      side.loss() === side.loss() && `loss ${number(side.loss())} nats`,
+      side.loss === side.loss && `loss ${number(side.loss)} nats`,
       ...(overview?.about ? modelFacts(overview) : []),
     ];
     const quiet = element("span.tw-quiet", facts.filter(Boolean).join(" \u00b7 "));
