@@ -1,12 +1,12 @@
 // The cards: where to begin, the token with its layers, and the neuron (neuron_card.js). An atlas
 // begins with the layers of the model.
 
+import { ABOUT_H } from "./colours.js";
 import { changedCard } from "./compare.js";
 import { range } from "./data.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
 import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
-import { ABOUT_H } from "./colours.js";
 import { integer, number, percent, plural, signed } from "./words.js";
 
 const CHIPS = 3; // neurons of a closed layer
@@ -103,14 +103,14 @@ export class Cards {
   }
 
   tokenHead(side, token, peeking) {
-    const sequence = `sequence ${integer(side.sequenceOf(token) + 1)}, `;
-    const where = side.starts.length > 2 ? sequence : "";
+    const sequence = side.starts.length > 2 && `sequence ${integer(side.sequenceOf(token) + 1)}`;
     const position = `position ${integer(side.position[token])}`;
-    const id = side.about.ids[side.token[token]];
+    const id = `id ${side.about.ids[side.token[token]]}`;
+    const where = [`token ${integer(token)}`, sequence, position, id].filter(Boolean);
     return element(
       "div.tw-card-head",
       element("h4", pill(side.text(token), side.isSpecial(token))),
-      element("span.tw-quiet", `token ${integer(token)} \u00b7 ${where}${position} \u00b7 id ${id}`),
+      element("span.tw-quiet", where.join(" \u00b7 ")),
       peeking
         ? element("span.tw-peeking", "peek")
         : closer("let go of the token", () => this.state.put({ token: null })),

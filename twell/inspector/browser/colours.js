@@ -1,5 +1,4 @@
-// Colours of values: ramps of 256 colours, scales that give every value a colour, which values colour
-// a passage and its map, and the legend.
+// Ramps of 256 colours, scales, which values colour a passage and its map, and the legend.
 
 import { range } from "./data.js";
 import { element, help, renew } from "./elements.js";
@@ -20,7 +19,7 @@ function brightness([r, g, b]) {
 }
 
 // 256 colours between anchors; `bare` stays transparent, so that the page shows through.
-export class Ramp {
+class Ramp {
   constructor(anchors, bare) {
     const stops = anchors.map((hex) => hex.match(/\w\w/g).map((digits) => parseInt(digits, 16)));
     this.rgb = Array.from({ length: 256 }, (_, n) => {

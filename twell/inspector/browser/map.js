@@ -160,7 +160,8 @@ export class ActivityMap {
         state.choose(side, { layer: isHere(layer) ? null : layer, neuron: null });
       return row("button", layer, layer, { type: "button", tabindex: "-1", onclick });
     };
-    const strip = () => element("div.tw-row", { style: { height: "18px" } }, "text", help(ABOUT_STRIP));
+    const look = { style: { height: "18px" } };
+    const strip = () => element("div.tw-row", look, "text", help(ABOUT_STRIP));
     const sum = (layer, n) => row("div", layer, number(this.means[n] || 0));
     const shown = [layers, layers.filter(isHere), this.means].join(";");
     renew(this.labels, [["labels", shown, () => element("div", layers.map(label), strip())]]);

@@ -165,7 +165,7 @@ export class NeuronCard {
 
   // An example with every token shaded by its h; a click goes to it in the passage, if it is there.
   exampleLine(side, example, largest, token = side.find(example.tokens, example.here)) {
-    const { value, quantile, tokens, shades, here, sequence, position } = example;
+    const { value, quantile, tokens, shades, here } = example;
     const scale = makeScale("signed", [0, largest], "", this.state.ramps);
     const { fill, ink } = scale.ramp;
     const line = element("span.tw-example", { dir: "auto" });
@@ -182,9 +182,12 @@ export class NeuronCard {
       quantile !== null && element("small", percent(quantile)),
       line,
     ];
-    const title = `sequence ${integer(sequence)}, position ${position}`;
-    if (token === null) return element("div.tw-place", { title }, parts);
-    return button(".tw-place", () => this.state.choose(side, { token }), { title }, parts);
+    if (token === null) {
+      const title = `sequence ${integer(example.sequence)}, position ${example.position}`;
+      return element("div.tw-place", { title }, parts);
+    }
+    const about = { title: `go to token ${integer(token)}` };
+    return button(".tw-place", () => this.state.choose(side, { token }), about, parts);
   }
 }
 
@@ -194,7 +197,6 @@ function around(side, token, values) {
   const last = Math.min(side.starts[sequence + 1] - 1, token + AFTER);
   const numbers = range(first, last);
   return {
-    ...{ sequence, position: side.position[token] },
     tokens: numbers.map((n) => side.text(n)),
     shades: numbers.map((n) => values.get(n) ?? 0),
     here: token - first,
