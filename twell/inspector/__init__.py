@@ -9,8 +9,7 @@ widget sends it to JupyterLab, `page` writes it into an HTML file, and both run 
     packing     a passage as bytes
     catalog     all neurons of a model as bytes: cards, searches
     notes       one's own notes on neurons, in a file beside the model
-    pages       the page, and the script and style that it shares with the widget
-    atlas       the site of a model
+    pages       the page, the atlas, and the script and style that they share with the widget
     widget      the widget (anywidget)
     browser/    ES modules, CSS and the frame of a page
 """
@@ -25,8 +24,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".packing": "MAX_ENTRIES PRECISE_ENTRIES leading pack",
         ".catalog": "Catalog",
         ".notes": "NOTES read_notes write_note",
-        ".pages": "PAGE_BYTES page script style",
-        ".atlas": "write_atlas",
+        ".pages": "PAGE_BYTES page script style write_atlas",
         ".widget": "Inspector inspect",
     },
 )

@@ -77,8 +77,6 @@ class Catalog:
             "quantiles": aggregate.quantiles,
             "before": aggregate.before,
             "after": aggregate.after,
-            "near": aggregate.near.shape[-1] > 0,
-            "together": aggregate.together.shape[-1],
             "strings": aggregate.strings,
             "run": aggregate.meta.get("run"),
         }
@@ -172,12 +170,9 @@ class Catalog:
         ffn = sparse_ffns(self.side.model)[layer]
         like = next(ffn.parameters())
         down = _matrix(ffn.down_proj, self.shape[1], like)
-        rows = {"gate": ffn.gate_proj, "up": ffn.up_proj}
-        rows = {
-            name: _matrix(one, down.shape[1], like).t()
-            for name, one in rows.items()
-            if one is not None
-        }
+        first = {"gate": ffn.gate_proj, "up": ffn.up_proj}
+        parts = {name: part for name, part in first.items() if part is not None}
+        rows = {name: _matrix(part, down.shape[1], like).t() for name, part in parts.items()}
         return rows | {"down": down}
 
 

@@ -146,21 +146,16 @@ def fig_inspector(
     shades = [white if np.isnan(value) else colours(norm(value)) for value in passage["value"]]
     write_tokens(text, places, lines, shades, columns)
     text_scale(above, text, norm, colours, "top", label)
-    _heat(heat, counts, over)
-    return figure
-
-
-def _heat(ax: Axes, counts: pd.DataFrame, over: pd.DataFrame) -> None:
-    """Draw active neurons by layer and token, overflows marked."""
     colours = inspector_colours().with_extremes(bad="0.85", under="white")
     norm = LogNorm(1, max(np.nanmax(counts, initial=1), 2))
     scale = {"label": "active\nneurons", "pad": 0.01, "aspect": 12}
     few = {f"{axis}ticklabels": max(1, n // 8) for axis, n in zip("yx", counts.shape, strict=True)}
-    below = counts.replace(0, 0.5)
-    sns.heatmap(below, ax=ax, cmap=colours, norm=norm, cbar_kws=scale, **few)
-    plain(ax.collections[0].colorbar.ax.yaxis)
+    active = counts.replace(0, 0.5)
+    sns.heatmap(active, ax=heat, cmap=colours, norm=norm, cbar_kws=scale, **few)
+    plain(heat.collections[0].colorbar.ax.yaxis)
     for row, column in np.argwhere(over.to_numpy()):
-        ax.add_patch(Rectangle((column, row), 1, 0.2, facecolor=RED, linewidth=0))
+        heat.add_patch(Rectangle((column, row), 1, 0.2, facecolor=RED, linewidth=0))
     marked = " (red: a tile of TwELL overflows)" if over.to_numpy().any() else ""
-    ax.set(xlabel=f"token{marked}", ylabel="layer")
-    ax.tick_params(rotation=0)
+    heat.set(xlabel=f"token{marked}", ylabel="layer")
+    heat.tick_params(rotation=0)
+    return figure

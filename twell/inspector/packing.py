@@ -71,10 +71,17 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
         for name, array in _arrays(side, strongest, precise).items()
     }
     about, alike = compared(shown)
+    if not precise:
+        about["reasons"].append("Values are rounded to bf16, within 0.4%.")
+    if strongest is not None:
+        about["reasons"].append(
+            f"Of each token and layer the {strongest} strongest neurons are kept here; counts, "
+            "shares and marks are of all."
+        )
     for name, values in alike.items():
         arrays[name] = leading(values, 2)
     header = {
-        "sides": [_about(side, strongest) | {"precise": precise} for side in shown],
+        "sides": [_about(side, strongest) for side in shown],
         **about,
         "compressions": [0, *COMPRESSIONS],
         "tile": TILE_N,

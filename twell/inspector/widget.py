@@ -236,8 +236,7 @@ def inspect(
     unknown = [name for name in view if name not in VIEW]
     if unknown:
         raise TypeError(f"inspect has no argument {unknown[0]!r}; a view has {', '.join(VIEW)}")
-    options = {"compare": compare, "aggregate": aggregate, "model": model, "start": start}
-    shown = sides(what, text, **options)
+    shown = sides(what, text, compare=compare, aggregate=aggregate, model=model, start=start)
     if view.get("neuron") is not None:
         view = {"colour": "neuron", "scale": "neuron"} | view
     return Inspector(shown, list(text) if isinstance(text, tuple | list) else [text or ""], view)

@@ -3,6 +3,7 @@
 import { range } from "./data.js";
 import { button, element, help, labelled, numberBox, select } from "./elements.js";
 
+const COLOURS = [["count", "active neurons"], ["neuron", "one neuron"], ["surprise", "surprise"]];
 const SCALES = [
   ["all", "the same for all"],
   ["layer", "each layer its own"],
@@ -13,37 +14,38 @@ const ABOUT_FIRST =
 const MARK = "mark overflow of tiles at this compression";
 
 export function bar(state) {
-  const put = (trait) => (value) => state.put({ [trait]: value });
-  const box = (trait, name) =>
-    element(
-      "label.tw-group",
-      element("input", {
-        ...{ type: "checkbox", checked: state.get(trait), "aria-label": name },
-        onchange: ({ target }) => put(trait)(target.checked),
-      }),
-      name,
-    );
+  const pick = (trait, label, pairs, chosen = state.get(trait), attributes = {}) =>
+    select(label, pairs, chosen, (value) => state.put({ [trait]: value }), attributes);
+  const box = (trait, name) => {
+    const onchange = ({ target }) => state.put({ [trait]: target.checked });
+    const about = { type: "checkbox", checked: state.get(trait), "aria-label": name };
+    return element("label.tw-group", element("input", { ...about, onchange }), name);
+  };
   // Without a selected neuron none can colour the passage.
   const lacking = state.selected().neuron === null;
   const chosen = state.get("colour");
   const colour = chosen === "neuron" && lacking ? "count" : chosen;
-  const colours = [["count", "active neurons"], ["neuron", "one neuron"], ["surprise", "surprise"]];
-  const scales = SCALES.filter(([name]) => name !== "neuron" || colour === "neuron");
-  const off = { disabled: colour === "surprise" };
-  const colouring = select("colour", colours, colour, put("colour"));
+  const colouring = pick("colour", "colour", COLOURS, colour);
   if (lacking)
     Object.assign(colouring.options[1], { disabled: true, title: "click a neuron first" });
+  const scales = SCALES.filter(([name]) => name !== "neuron" || colour === "neuron");
+  const off = { disabled: colour === "surprise" };
+  const { compressions, tile } = state.header;
+  const marks = compressions.map((c) => [c, c ? `C = ${c}` : "off"]);
+  const aboutMarks =
+    `TwELL at compression C has room for ${tile} / C \u2212 1 active neurons in a tile of ` +
+    `${tile}; red marks show where a token has more.`;
   return element(
     "div.tw-bar",
     { role: "toolbar", "aria-label": "what is shown" },
     labelled("Colour", colouring),
-    labelled("Scale", select("colour scale", scales, state.get("scale"), put("scale"), off)),
+    labelled("Scale", pick("scale", "colour scale", scales, state.get("scale"), off)),
     state.scaling(colour) === "all" && limit(state),
     layers(state),
-    overflow(state, put("compression")),
+    labelled("Overflow", pick("compression", MARK, marks), help(aboutMarks)),
     element("span.tw-group", box("skip_first", "without first tokens"), help(ABOUT_FIRST)),
     state.header.aligned && box("difference", "right: difference to left"),
-    element("span.tw-group.tw-end", presets(state), state.model.link && copier(state.model)),
+    element("span.tw-group.tw-end", presets(state), state.model.query && copier()),
   );
 }
 
@@ -62,38 +64,23 @@ function layers(state) {
     state.put({ layers: first === 0 && end === last ? null : [first, end] });
   const from = (layer) => put(layer, Math.max(layer, shown[1]));
   const to = (layer) => put(Math.min(layer, shown[0]), layer);
-  return labelled(
-    "Layers",
-    select("first layer", numbers, shown[0], from),
-    "to",
-    select("last layer", numbers, shown[1], to),
-  );
-}
-
-function overflow(state, choose) {
-  const { compressions, tile } = state.header;
-  const names = compressions.map((c) => [c, c ? `C = ${c}` : "off"]);
-  const sentence =
-    `TwELL at compression C has room for ${tile} / C \u2212 1 active neurons in a tile of ` +
-    `${tile}; red marks show where a token has more.`;
-  const marks = select(MARK, names, state.get("compression"), choose);
-  return labelled("Overflow", marks, help(sentence));
+  const pick = (label, at, choose) => select(label, numbers, shown[at], choose);
+  return labelled("Layers", pick("first layer", 0, from), "to", pick("last layer", 1, to));
 }
 
 function presets(state) {
-  const [{ about }] = state.sides;
-  const names = about.starts_with.map((preset) => [preset, preset.name]);
+  const names = state.sides[0].about.starts_with.map((preset) => [preset, preset.name]);
   const go = (preset, box) => {
     box.selectedIndex = 0; // so that it can be chosen again
-    state.goTo(preset);
+    state.goTo(preset.view);
   };
   return select("go to", [[null, "Go to \u2026"], ...names], null, go);
 }
 
 // A page has an address, which says what it shows; a widget has none.
-function copier(model) {
+function copier() {
   const copy = async ({ currentTarget }) => {
-    await navigator.clipboard.writeText(model.link());
+    await navigator.clipboard.writeText(location.href);
     currentTarget.textContent = "copied";
   };
   return button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");

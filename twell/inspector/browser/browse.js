@@ -1,21 +1,16 @@
-// Finding neurons: a search, a scatter to brush, and the list of what was found.
+// Finding neurons: a search, and the list of what was found.
 
 import { range } from "./data.js";
-import { button, element, labelled, pill, refill, renew, select, table } from "./elements.js";
-import { Scatter } from "./scatter.js";
+import { button, element, labelled, pill, renew, select, table } from "./elements.js";
 import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
 const ROWS = 50; // of the list, and so many more when asked for
+const MORE = `show ${ROWS} more`;
 
 export class Browse {
   constructor(view) {
     Object.assign(this, { view, state: view.state });
-    this.scatter = new Scatter(
-      view,
-      (box) => this.ask({ box }),
-      (index) => this.choose(index),
-    );
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
     this.list = element("div.tw-found.tw-scrolled");
@@ -28,7 +23,7 @@ export class Browse {
       element("summary", "Find neurons"),
       this.bar,
       this.count,
-      element("div.tw-results", this.scatter.node, this.list),
+      this.list,
     );
   }
 
@@ -44,25 +39,33 @@ export class Browse {
   }
 
   show() {
-    const { state } = this;
+    const { state, view } = this;
     const { side, layer, neuron } = state.selected();
     const catalog = side?.catalog;
     this.node.hidden = !catalog;
     if (!catalog || !this.node.open) return;
-    const asked = JSON.stringify(Object.keys(QUERY).map((part) => state.query[part]));
-    if (this.catalog !== catalog || this.asked !== asked || this.answer.waiting) {
-      Object.assign(this, { catalog, asked, rows: ROWS, answer: search(catalog, state.query) });
-      renew(this.bar, [["bar", `${asked} ${side.L}`, () => this.controls(side)]]);
-      this.showList();
-    }
+    const query = Object.keys(QUERY).map((part) => state.query[part]);
+    const asked = JSON.stringify([...query, side.number, view.built]);
+    if (this.asked !== asked || this.answer.waiting)
+      Object.assign(this, { asked, rows: ROWS, answer: search(catalog, state.query) });
+    renew(this.bar, [["bar", `${query} ${side.L}`, () => this.controls(side)]]);
+    const { found, waiting, error } = this.answer;
     const overview = catalog.chunk("overview");
-    if (overview && !overview.error) {
-      const selected = layer === null || neuron === null ? null : layer * overview.N + neuron;
-      this.scatter.draw(overview, this.answer.found, selected, state.query.box);
-      this.list.querySelector("[aria-current]")?.removeAttribute("aria-current");
-      this.list.querySelector(`[data-index="${selected}"]`)?.setAttribute("aria-current", "true");
-    }
-    const card = this.opened && this.view.root.querySelector(".tw-neuron");
+    const size = overview?.N ? overview.N * overview.L : 0;
+    const number = `${integer(found.length)} of ${plural(size, "neuron")}`;
+    this.count.textContent = error ?? (waiting ? "loading \u2026" : number);
+    const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
+    const shown = `${asked} ${this.rows} ${found.length} ${selected}`;
+    const add = () => {
+      this.rows += ROWS;
+      view.schedule();
+    };
+    const more = found.length > this.rows;
+    renew(this.list, [
+      ...(found.length ? [["table", shown, () => this.table(overview, selected)]] : []),
+      ...(more ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
+    ]);
+    const card = this.opened && view.root.querySelector(".tw-neuron");
     if (card) card.scrollIntoView({ block: "nearest" });
     this.opened = false;
   }
@@ -86,28 +89,7 @@ export class Browse {
     );
   }
 
-  showList() {
-    const { found, waiting, error } = this.answer;
-    const overview = this.catalog.chunk("overview");
-    const all = overview?.N ? overview.N * overview.L : 0;
-    const number = `${integer(found.length)} of ${plural(all, "neuron")}`;
-    const clear = () => this.ask({ box: null });
-    const brushed = this.state.query.box && button(".tw-link", clear, "clear brush");
-    const status = error ?? (waiting ? "loading \u2026" : number);
-    refill(this.count, status, brushed && [" \u00b7 ", brushed]);
-    const add = () => {
-      this.rows += ROWS;
-      this.showList();
-    };
-    const more = found.length > this.rows;
-    refill(
-      this.list,
-      found.length > 0 && this.table(overview),
-      more && button(".tw-link.tw-more", add, `show ${ROWS} more`),
-    );
-  }
-
-  table(overview) {
+  table(overview, selected) {
     const { found, score } = this.answer;
     const { where } = this.state.query;
     const known = overview.fires;
@@ -121,8 +103,10 @@ export class Browse {
       known && element("span.tw-chips", overview.peaksOf(index).map((text) => pill(text))),
       match && element("span", matched(score[index])),
     ];
-    const row = (index) =>
-      button(".tw-item.tw-hit", () => this.choose(index), { data: { index } }, cells(index));
+    const row = (index) => {
+      const about = { "aria-current": index === selected && "true" };
+      return button(".tw-item.tw-hit", () => this.choose(index), about, cells(index));
+    };
     const names = ["neuron", ...(known ? ["fires", "mean |h|", "fires most at"] : [])];
     if (match) names.push("match");
     const columns = known ? "66px 48px 54px minmax(0, 1fr) 64px" : "66px 64px";

@@ -1,13 +1,12 @@
 // The cards: where to begin, the token with its layers, and the neuron (neuron_card.js). An atlas
 // begins with the layers of the model.
 
+import { ABOUT_H } from "./colours.js";
 import { changedCard } from "./compare.js";
 import { range } from "./data.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
-import { help, pill, quiet, renew, signedBar, table, tokenPill, wordWith } from "./elements.js";
+import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
-import { ABOUT_H } from "./scales.js";
-import { BEGIN } from "./state.js";
 import { integer, number, percent, plural, signed } from "./words.js";
 
 const CHIPS = 3; // neurons of a closed layer
@@ -78,7 +77,7 @@ export class Cards {
     const rows = side.about.starts_with.slice(1).map((preset) =>
       button(
         ".tw-item",
-        () => this.state.put({ ...BEGIN, side: side.number, ...preset.view }),
+        () => this.state.goTo({ side: side.number, ...preset.view }),
         element("b", preset.name),
         element("span", { dir: "auto" }, preset.note),
       ),
@@ -104,14 +103,14 @@ export class Cards {
   }
 
   tokenHead(side, token, peeking) {
-    const sequence = `sequence ${integer(side.sequenceOf(token) + 1)}, `;
+    const sequence = side.starts.length > 2 && `sequence ${integer(side.sequenceOf(token) + 1)}`;
     const position = `position ${integer(side.position[token])}`;
-    const where = side.starts.length > 2 ? sequence + position : position;
-    const id = side.about.ids[side.token[token]];
+    const id = `id ${side.about.ids[side.token[token]]}`;
+    const where = [`token ${integer(token)}`, sequence, position, id].filter(Boolean);
     return element(
       "div.tw-card-head",
-      element("h4", tokenPill(side, token)),
-      element("span.tw-quiet", `token ${integer(token)} \u00b7 ${where} \u00b7 id ${id}`),
+      element("h4", pill(side.text(token), side.isSpecial(token))),
+      element("span.tw-quiet", where.join(" \u00b7 ")),
       peeking
         ? element("span.tw-peeking", "peek")
         : closer("let go of the token", () => this.state.put({ token: null })),
@@ -140,7 +139,7 @@ export class Cards {
     const about = { "aria-expanded": String(opened), "aria-label": `layer ${layer}` };
     const capacity = state.capacity();
     const count = side.count(layer, token);
-    const over = side.fullestTile(layer, token) > capacity;
+    const over = side.row("tile_max", layer)[token] > capacity;
     const mark = over && { title: `a tile holds more than ${capacity}` };
     const strongest = () =>
       side.strongest(layer, token, CHIPS).map(({ neuron, value }) => {
@@ -181,25 +180,22 @@ export class Cards {
     const among = { title: `of ${integer(side.about.aggregate ?? 0)} tokens` };
     const names = ["neuron", "", ["h", help(ABOUT_H)], "share"];
     if (side.rate) names.push(element("span", among, "fires"));
-    const covered = shown.reduce((sum, one) => sum + one.share, 0);
-    const kept = `${shown.length} of ${count}, ${percent(Math.min(covered, 1))} of the sum of |h|`;
     const rows = shown.map((one) => this.entry(side, layer, one, token, most));
     const about = { data: { of: `${layer} ${token}` } };
     const columns = `auto minmax(40px, 1fr) 58px 44px${side.rate ? " 52px" : ""}`;
     return [
       element("div.tw-scrolled", about, table(columns, names, rows)),
-      shown.length < count && quiet(kept),
+      shown.length < count && quiet(`the strongest ${shown.length} of ${count}`),
     ];
   }
 
   entry(side, layer, { neuron, value, share }, token, most) {
-    const sign = value < 0 ? ".tw-minus" : ".tw-plus";
     return element(
       "button.tw-item.tw-entry",
       { type: "button", ...this.choosing(side, layer, neuron, token) },
       element("span", String(neuron)),
       signedBar(value / most),
-      element(`b${sign}`, signed(value)),
+      signedText(value),
       element("span", percent(share)),
       side.rate && element("span", percent(side.rate[layer * side.N + neuron])),
     );
@@ -209,8 +205,8 @@ export class Cards {
 function predictions(side, token) {
   const predicted = side.predictions(token);
   if (!predicted) return null;
-  const following = side.following(token);
-  const comes = following === null ? null : side.text(following);
+  const following = token + 1;
+  const comes = side.position[following] > 0 ? side.text(following) : null;
   const listed = comes === null || predicted.some(({ text }) => text === comes);
   const word = ({ text, probability }) =>
     wordWith(text, percent(probability), text === comes ? ".tw-comes" : "");
@@ -242,24 +238,21 @@ export function tokenTitle(state) {
   return lines.join("\n");
 }
 
-export function modelFacts({ about, fires, L, N }) {
+export function modelFacts({ about, fires }) {
   const { name, tokens, run } = about;
   const dead = fires ? fires.reduce((sum, count) => sum + (count === 0), 0) : 0;
-  const facts = [
-    `${plural(L, "layer")} of ${integer(N)} neurons`,
+  return [
     fires && `${percent(dead / fires.length)} dead`,
     tokens !== null && `counted over ${plural(tokens, "token")}`,
     run !== name && run,
     !about.weights && "no weights: no promoted words, no similar neurons",
   ];
-  return facts.filter(Boolean);
 }
 
 // Of each layer: active neurons, dead ones, and how strongly they fire. A click searches in it.
 function layersCard(view, side) {
   const overview = side.catalog?.chunk("overview");
-  if (!overview) return quiet();
-  if (!overview.fires) return quiet("There are no statistics without an aggregate.");
+  if (!overview?.fires) return quiet(overview && "There are no statistics without an aggregate.");
   const rows = range(0, overview.L - 1).map((layer) => layerRow(overview, layer));
   const most = Math.max(...rows.map(({ active }) => active));
   const { within } = view.state.query;

@@ -37,7 +37,8 @@ export class Catalog {
   card(layer, neuron) {
     const overview = this.chunk("overview");
     if (!overview || overview.error) return overview;
-    const card = { overview, note: this.note(layer, neuron), missing: [], waiting: false };
+    const { tokens, edges } = overview.about;
+    const card = { overview, tokens, edges, note: this.note(layer, neuron), missing: [] };
     const use = (name, read) => {
       const chunk = this.chunk(name);
       if (chunk === undefined) card.waiting = true;
@@ -45,8 +46,9 @@ export class Catalog {
       else read(chunk);
     };
     if (overview.fires) {
-      Object.assign(card, overview.facts(layer, neuron));
-      use(`layer-${layer}`, (chunk) => readLayer(card, chunk, neuron));
+      const at = layer * overview.N + neuron;
+      for (const name of ["fires", "mean", "largest"]) card[name] = overview[name][at];
+      use(`layer-${layer}`, (chunk) => readLayer(card, chunk, layer, neuron));
       use("text", (text) => readExamples(card, text, layer, neuron));
     }
     if (overview.about.weights) use(`words-${layer}`, (chunk) => readWords(card, chunk, neuron));
@@ -67,16 +69,8 @@ class Overview {
     this.width = this.fires ? header.before + 1 + header.after : 0; // tokens of an example
   }
 
-  facts(layer, neuron) {
-    const at = layer * this.N + neuron;
-    const { tokens, edges } = this.about;
-    const { [at]: fires } = this.fires;
-    return { tokens, edges, fires, mean: this.mean[at], largest: this.largest[at] };
-  }
-
   peaksOf(index) {
-    const each = this.peaks.length / this.fires.length;
-    const found = this.peaks.subarray(index * each, (index + 1) * each).filter((token) => token);
+    const found = rowOf(this.peaks, index, this.fires.length).filter((token) => token);
     return Array.from(found, (token) => this.about.strings[token - 1]);
   }
 }
@@ -84,8 +78,8 @@ class Overview {
 // The text around all examples: tokens in the order of the text, with gaps. text: of each token its
 // string; position: in its sequence; at: of each place its index here, from 1; 0: none.
 class Text {
-  constructor({ arrays: { text, sequence, position, at } }, { about }) {
-    Object.assign(this, { about, strings: about.strings, token: text, sequence, position, at });
+  constructor({ arrays: { text, sequence, position, at } }, { about: { strings } }) {
+    Object.assign(this, { strings, token: text, sequence, position, at });
     // The first and the last token of the run without gaps that a token is in.
     const size = text.length;
     this.first = new Uint32Array(size);
@@ -95,22 +89,25 @@ class Text {
     for (let n = size - 2; n >= 0; n--) this.last[n] = goesOn(n + 1) ? this.last[n + 1] : n;
   }
 
-  around(at) {
-    const { before, after } = this.about;
+  around(at, before, after) {
     return [Math.max(this.first[at], at - before), Math.min(this.last[at], at + after)];
   }
 }
 
-function readLayer(card, { arrays }, neuron) {
-  const { overview } = card;
-  const rowOf = (values, size) => values.subarray(neuron * size, (neuron + 1) * size);
-  const { together, near } = overview.about;
-  card.histogram = Array.from(rowOf(arrays.histogram, card.edges.length - 1));
-  card.values = rowOf(arrays.value, overview.places);
-  card.near = near ? rowOf(arrays.near, overview.places * overview.width) : null;
-  const phi = rowOf(arrays.phi, together);
-  card.together = Array.from(rowOf(arrays.together, together), (other, n) => [other - 1, phi[n]]);
-  card.together = card.together.filter(([other]) => other >= 0);
+// One of so many rows that an array has.
+function rowOf(values, row, rows) {
+  const each = values.length / rows;
+  return values.subarray(row * each, (row + 1) * each);
+}
+
+function readLayer(card, { arrays }, layer, neuron) {
+  const own = (name) => rowOf(arrays[name], neuron, card.overview.N);
+  card.histogram = Array.from(own("histogram"));
+  card.values = own("value");
+  card.near = arrays.near.length ? own("near") : null;
+  const phi = own("phi");
+  const together = Array.from(own("together"), (other, n) => [layer, other - 1, phi[n]]);
+  card.together = together.filter(([, other]) => other >= 0);
 }
 
 // Examples: { value, quantile, tokens, shades, here, sequence, position }; shades: h of each token,
@@ -118,13 +115,13 @@ function readLayer(card, { arrays }, neuron) {
 function readExamples(card, text, layer, neuron) {
   if (!card.values) return;
   const { overview } = card;
-  const { top, quantiles, before } = overview.about;
+  const { top, quantiles, before, after } = overview.about;
   const from = (layer * overview.N + neuron) * overview.places;
   const examples = [];
   for (let place = 0; place < overview.places; place++) {
     const at = text.at[from + place] - 1;
     if (at < 0) continue;
-    const [first, last] = text.around(at);
+    const [first, last] = text.around(at, before, after);
     const value = card.values[place];
     const shade = (_, n) => {
       if (first + n === at) return value;
@@ -145,19 +142,16 @@ function readExamples(card, text, layer, neuron) {
 
 function readWords(card, { header, arrays }, neuron) {
   const { N } = card.overview;
-  const rowOf = (values) => {
-    const each = values.length / N;
-    return values.subarray(neuron * each, (neuron + 1) * each);
-  };
+  const own = (name) => rowOf(arrays[name], neuron, N);
   if (arrays.word) {
-    const change = rowOf(arrays.change);
-    const words = Array.from(rowOf(arrays.word), (word, n) => [header.strings[word], change[n]]);
+    const change = own("change");
+    const words = Array.from(own("word"), (word, n) => [header.strings[word], change[n]]);
     card.promotes = words.slice(0, words.length / 2);
     card.suppresses = words.slice(words.length / 2);
   }
   card.like = header.like.map((name) => {
-    const cosine = rowOf(arrays[`${name}_cosine`]);
+    const cosine = own(`${name}_cosine`);
     const pair = (at, n) => [Math.floor(at / N), at % N, cosine[n]];
-    return [name, Array.from(rowOf(arrays[name]), pair)];
+    return [name, Array.from(own(name), pair)];
   });
 }

@@ -1,10 +1,14 @@
-// Colours of values: ramps of 256 colours, and scales that give every value a colour.
+// Ramps of 256 colours, scales, which values colour a passage and its map, and the legend.
+
+import { range } from "./data.js";
+import { element, help, renew } from "./elements.js";
+import { number, signed } from "./words.js";
+
+export const ABOUT_H =
+  "h is the value of a neuron for a token: the neuron adds h times its column of the down " +
+  "projection to the output of its layer.";
 
 const FAINT = 0.1; // the place of the least value: what is not 0 is never as pale as 0
-
-export function channels(hex) {
-  return [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-}
 
 export function pixel([r, g, b]) {
   return (255 << 24) | (b << 16) | (g << 8) | r;
@@ -15,9 +19,9 @@ function brightness([r, g, b]) {
 }
 
 // 256 colours between anchors; `bare` stays transparent, so that the page shows through.
-export class Ramp {
+class Ramp {
   constructor(anchors, bare) {
-    const stops = anchors.map(channels);
+    const stops = anchors.map((hex) => hex.match(/\w\w/g).map((digits) => parseInt(digits, 16)));
     this.rgb = Array.from({ length: 256 }, (_, n) => {
       const place = (n / 255) * (stops.length - 1);
       const left = Math.min(Math.floor(place), stops.length - 2);
@@ -76,10 +80,128 @@ export function themeOf(root, palettes) {
   root.style.colorScheme = theme;
   const { sequential, diverging } = palettes[theme];
   const ramps = { dark, sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
-  for (const name of ["cell", "out", "over", "muted", "accent"]) {
+  for (const name of ["cell", "out", "over"]) {
     root.style.color = `var(--tw-${name})`;
     ramps[name] = getComputedStyle(root).color.match(/\d+/g).map(Number);
   }
   root.style.color = "";
   return ramps;
+}
+
+// What colours a passage: the kind of its scale, its label, and the value of each token.
+function wayOf(state, side, how) {
+  if (how === "surprise")
+    return { kind: "linear", label: "surprise, \u2212log p in nats", values: side.surprise };
+  if (how === "count") {
+    const label = `active neurons per token, ${layersOf(state.range(side), side)}`;
+    return { kind: "log", label, values: side.means(...state.range(side)) };
+  }
+  const { layer, neuron } = state.shownNeuron(side);
+  const label = `h of layer ${layer}, neuron ${neuron}`;
+  return { kind: "signed", label, values: side.valuesOf(layer, neuron) };
+}
+
+function layersOf([first, last], side) {
+  if (first === last) return `layer ${first}`;
+  const all = first === 0 && last === side.L - 1;
+  return all ? "mean over layers" : `mean over layers ${first}\u2013${last}`;
+}
+
+// The least size above 0 and the largest of several arrays of values. NaN does not count.
+function extent(arrays) {
+  let [least, largest] = [Infinity, 0];
+  for (const values of arrays)
+    for (const value of values) {
+      const size = Math.abs(value);
+      if (size > 0 && size < least) least = size;
+      if (size > largest) largest = size;
+    }
+  return [least, largest];
+}
+
+// The value of each token of a passage (NaN: left out) and their scale.
+export function passageColours(state, side) {
+  const how = state.colouring(side);
+  const read = (one) => included(state, one, wayOf(state, one, how).values);
+  const { kind, label } = wayOf(state, side, how);
+  const limit = state.scaling(how) === "all" && state.get("limit");
+  const values = read(side);
+  const left = state.reference(side);
+  if (left && (how !== "neuron" || state.shares(left, side))) {
+    const [change] = differences([values], [read(left)]);
+    return { values: change, scale: scaleOfChange(state, left, label, [change], limit) };
+  }
+  return { values, scale: scaleOf(state, kind, label, sharing(state, side, how, read), limit) };
+}
+
+// One value a token; NaN for the tokens that are left out.
+export function included(state, side, values) {
+  const skip = state.get("skip_first");
+  return Float32Array.from(values, (value, token) => (skip && !side.position[token] ? NaN : value));
+}
+
+function scaleOf(state, kind, label, arrays, limit) {
+  const [least, largest] = extent(arrays);
+  return makeScale(kind, [least, limit || largest], label, state.ramps);
+}
+
+function sharing(state, side, how, read) {
+  const scaling = state.scaling(how);
+  if (how !== "neuron") return (scaling === "all" ? state.sides : [side]).map(read);
+  if (scaling === "neuron") return state.sharing(side).map(read);
+  const peaks = (one, layer) => included(state, one, one.peaks(layer));
+  const { layer } = state.shownNeuron(side);
+  if (scaling === "layer") return state.sharing(side).map((one) => peaks(one, layer));
+  return state.sides.flatMap((one) => range(0, one.L - 1).map((n) => peaks(one, n)));
+}
+
+// A row that the other side lacks counts as 0.
+function differences(rows, others) {
+  return rows.map((row, n) => row.map((value, token) => value - (others[n][token] ?? 0)));
+}
+
+function scaleOfChange(state, left, label, changes, limit) {
+  const name = `difference to ${left.about.name}: ${label}`;
+  return scaleOf(state, "signed", name, changes, limit);
+}
+
+// The values of the map, one array a layer (NaN: left out), and the scale of each layer.
+export function mapColours(state, side) {
+  const label = "active neurons per token";
+  const layers = range(...state.range(side));
+  const read = (one, some) => some.map((n) => included(state, one, one.row("counts", n)));
+  const values = read(side, layers);
+  const alike = (scale) => layers.map(() => scale);
+  const left = state.reference(side);
+  if (left) {
+    const changes = differences(values, read(left, layers));
+    return { values: changes, scales: alike(scaleOfChange(state, left, label, changes)) };
+  }
+  if (state.get("scale") === "layer") {
+    const own = (layer) => state.sides.flatMap((one) => read(one, [layer]));
+    const name = `${label}, each layer on its own`;
+    return { values, scales: layers.map((layer) => scaleOf(state, "log", name, own(layer))) };
+  }
+  const every = state.sides.flatMap((one) => read(one, range(...state.range(one))));
+  const limit = state.get("colour") === "count" && state.get("limit");
+  return { values, scales: alike(scaleOf(state, "log", label, every, limit)) };
+}
+
+// own: each layer has a scale of its own, so that the ends have no common value.
+export function showLegend(box, scale, own = false, note = "") {
+  const background = scale.ramp.gradient((t) => scale.index(scale.at(t)));
+  const text = (v) => (scale.kind === "signed" && v ? signed(v) : number(v));
+  const ticks = own ? ["least", "", "most"] : [0, 0.5, 1].map((t) => text(scale.at(t)));
+  const build = () =>
+    element(
+      "div.tw-legend",
+      element("span", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
+      element(
+        "span.tw-scale",
+        element("span.tw-gradient", { style: { background } }),
+        element("span.tw-ticks", ticks.map((tick) => element("span", tick))),
+      ),
+      note && element("span.tw-overs", note),
+    );
+  renew(box, [["legend", [scale.label, background, note, ...ticks].join(), build]]);
 }

@@ -47,8 +47,6 @@ export function alikeness({ header, sides }, layer, neuron) {
   return quiet(`weights in both: ${cosines}`, help(ABOUT_ALIKE));
 }
 
-const isOf = (layer, neuron) => (change) => change.layer === layer && change.neuron === neuron;
-
 // The difference of surprise to the unchanged model is shown.
 function change(state, changes) {
   const view = { colour: "surprise", scale: "all", difference: true };
@@ -59,9 +57,10 @@ function change(state, changes) {
 export function changeControls(state, layer, neuron) {
   const compares = state.sides[1] && !state.sides[1].about.changes.length;
   if (!state.get("runs") || compares) return null;
-  const now = state.get("changes").find(isOf(layer, neuron));
+  const isIt = (change) => change.layer === layer && change.neuron === neuron;
+  const now = state.get("changes").find(isIt);
   const to = (how) => {
-    const others = state.get("changes").filter((one) => !isOf(layer, neuron)(one));
+    const others = state.get("changes").filter((one) => !isIt(one));
     change(state, how ? [...others, { layer, neuron, ...how }] : others);
   };
   const box = (sign, name, label) =>
@@ -99,8 +98,8 @@ export function changeStrip(state) {
   const chips = changes.map((one) => element("span.tw-changed", described(one), live && undo(one)));
   const loss = element(
     "b",
-    `loss ${before.loss().toFixed(3)} \u2192 ${after.loss().toFixed(3)} nats ` +
-      `(${signed(after.loss() - before.loss())})`,
+    `loss ${before.loss.toFixed(3)} \u2192 ${after.loss.toFixed(3)} nats ` +
+      `(${signed(after.loss - before.loss)})`,
   );
   const all = live && button(".tw-link", () => change(state, []), "undo all");
   return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, loss);

@@ -49,6 +49,12 @@ export function strongestOf(values) {
   return values.reduce((most, value) => (Math.abs(value) > Math.abs(most) ? value : most), 0);
 }
 
+// The mean of what is not NaN; NaN if there is nothing.
+export function meanOf(values) {
+  const known = values.filter((value) => !Number.isNaN(value));
+  return known.reduce((sum, value) => sum + value, 0) / known.length;
+}
+
 // One passage: T tokens under a model of L layers with N neurons each. A row is a layer and a
 // token, layer * T + token.
 class Side {
@@ -57,6 +63,7 @@ class Side {
     for (const [name, array] of Object.entries(arrays))
       if (name.startsWith(`${number}.`)) this[name.slice(2)] = array;
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
+    this.loss = meanOf(this.surprise); // NaN if no token is predicted
     // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
     const most = about.strongest ?? Infinity;
     this.pointer = new Uint32Array(this.counts.length + 1);
@@ -111,22 +118,13 @@ class Side {
     return this.expected && Array.from({ length: each }, one);
   }
 
-  following(token) {
-    return token + 1 < this.T && this.position[token + 1] > 0 ? token + 1 : null;
-  }
-
-  // Mean surprise of the predicted tokens; NaN if there is none.
-  loss() {
-    const known = this.surprise.filter((surprise) => !Number.isNaN(surprise));
-    return known.reduce((sum, surprise) => sum + surprise, 0) / known.length;
+  // Of an array of rows those of a layer: a value a token.
+  row(name, layer) {
+    return this[name].subarray(layer * this.T, (layer + 1) * this.T);
   }
 
   count(layer, token) {
     return this.counts[layer * this.T + token];
-  }
-
-  fullestTile(layer, token) {
-    return this.tile_max[layer * this.T + token];
   }
 
   strongest(layer, token, most = Infinity) {
@@ -180,6 +178,6 @@ class Side {
     this.peak ??= Float32Array.from(this.counts, (_, row) =>
       strongestOf(this.value.subarray(this.pointer[row], this.pointer[row + 1])),
     );
-    return this.peak.subarray(layer * this.T, (layer + 1) * this.T);
+    return this.row("peak", layer);
   }
 }

@@ -121,7 +121,7 @@ export function select(label, pairs, chosen, choose, attributes = {}) {
 const HIDDEN = /((?!(?<=\S)\u200d)[\p{Cc}\p{Cf}\p{Co}\p{Zl}\p{Zp}]|(?! )\p{Zs})/u;
 
 // The text of a token as nodes in which everything can be seen. breaks: a line of text ends at a
-// newline. The font shows spaces (dots.css).
+// newline. The font shows spaces (passage.css).
 export function pieces(text, breaks = false) {
   if (BYTES.test(text)) return [element("span.tw-bytes", text)];
   if (!text) return [element("span.tw-bytes", "empty")];
@@ -144,8 +144,9 @@ export function pill(text, special = false) {
   return element(`span.${classes}`, { dir: "auto" }, pieces(text));
 }
 
-export function tokenPill(side, token) {
-  return pill(side.text(token), side.isSpecial(token));
+// A number with its sign, in the colour of it.
+export function signedText(value, digits) {
+  return element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value, digits));
 }
 
 export function wordWith(text, value, classes = "", attributes = {}) {
@@ -194,10 +195,9 @@ export function table(columns, names, rows) {
   return element("div.tw-table", { style: { gridTemplateColumns: columns } }, head, rows);
 }
 
-export function chip(name, value, digits, ...attributes) {
-  const classes = value < 0 ? "button.tw-chip.tw-minus" : "button.tw-chip";
-  const number = element("b", signed(value, digits));
-  return element(classes, { type: "button" }, attributes, element("span", name), number);
+export function chip(name, value, digits, attributes) {
+  const parts = [element("span", name), signedText(value, digits)];
+  return element("button.tw-chip", { type: "button" }, attributes, parts);
 }
 
 // A horizontal bar with a number on it. share: its length, from 0 to 1.

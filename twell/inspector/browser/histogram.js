@@ -1,28 +1,26 @@
-// The axes of charts, and the histogram of h between powers of two.
+// The histogram of h between powers of two.
 
+import { range } from "./data.js";
 import { element } from "./elements.js";
 import { compact, percent, plural, powerOfTwo, signed } from "./words.js";
 
-const SIZE = { width: 340, height: 115 };
+const SIZE = { width: 340, viewBox: "0 0 340 115" };
 const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
 const OCTAVES = 12;
 
 // The grid, the numbers and the names of two axes. ticks: pairs of a place in pixels and a text.
-export function axes({ left, right, top, bottom }, across, upright) {
+function axes({ left, right, top, bottom }, across, upright) {
   const line = (x1, x2, y1, y2) => element("svg:line", { x1, x2, y1, y2 });
-  const text = (x, y, anchor, words) =>
-    element("svg:text", { x, y, "text-anchor": anchor }, words);
-  const name = text((left + right) / 2, bottom + 29, "middle", across.name);
-  const turned = text(0, 0, "middle", upright.name);
-  turned.setAttribute("transform", `translate(9 ${(top + bottom) / 2}) rotate(-90)`);
-  for (const node of [name, turned]) node.setAttribute("class", "tw-axis-name");
+  const text = (x, y, anchor, words, about = {}) =>
+    element("svg:text", { x, y, "text-anchor": anchor, ...about }, words);
+  const transform = `translate(9 ${(top + bottom) / 2}) rotate(-90)`;
   return [
-    ...across.ticks.map(([x]) => line(x, x, top, bottom + 3)),
-    ...across.ticks.map(([x, words]) => text(x, bottom + 14, "middle", words)),
-    ...upright.ticks.map(([y]) => line(left, right, y, y)),
-    ...upright.ticks.map(([y, words]) => text(left - 5, y + 3, "end", words)),
-    name,
-    turned,
+    across.ticks.map(([x]) => line(x, x, top, bottom + 3)),
+    across.ticks.map(([x, words]) => text(x, bottom + 14, "middle", words)),
+    upright.ticks.map(([y]) => line(left, right, y, y)),
+    upright.ticks.map(([y, words]) => text(left - 5, y + 3, "end", words)),
+    text((left + right) / 2, bottom + 29, "middle", across.name),
+    text(0, 0, "middle", upright.name, { transform }),
   ];
 }
 
@@ -77,12 +75,10 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
     name: `h, in powers of two, ${name}`,
     ticks: labelled.map(([n, edge]) => [x(n), powerOfTwo(edge)]),
   };
-  const decades = Array.from({ length: Math.floor(reach) + 1 }, (_, decade) => decade);
+  const decades = range(0, Math.floor(reach)).filter((n) => reach <= 4 || n % 2 === 0);
   const upright = {
     name: "tokens, log scale",
-    ticks: decades
-      .filter((decade) => reach <= 4 || decade % 2 === 0)
-      .map((decade) => [y(10 ** decade), compact(10 ** decade)]),
+    ticks: decades.map((n) => [y(10 ** n), compact(10 ** n)]),
   };
   const bars = histogram.map((count, bin) => {
     if (!count) return null;
@@ -97,9 +93,7 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
     const shape = { d: `M${x(placeOf(value, edges))} ${bottom}l-3 5h6z` };
     return element("svg:path.tw-quantile", shape, element("svg:title", title));
   });
-  const { width, height } = SIZE;
-  const about = { role: "img", "aria-label": `histogram of h, ${name}` };
-  const size = { width, viewBox: `0 0 ${width} ${height}` };
+  const about = { role: "img", "aria-label": `histogram of h, ${name}`, ...SIZE };
   const grid = axes(INNER, across, upright);
-  return element("svg:svg.tw-chart.tw-histogram", size, about, grid, bars, marks);
+  return element("svg:svg.tw-chart.tw-histogram", about, grid, bars, marks);
 }

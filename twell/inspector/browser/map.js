@@ -1,11 +1,9 @@
 // The map: active neurons of each token (column) and layer (row), and the colours of the passage
 // below them. The canvas has one pixel a column; the browser stretches it to the width.
 
-import { pixel } from "./colours.js";
-import { range } from "./data.js";
+import { included, mapColours, pixel, showLegend } from "./colours.js";
+import { meanOf, range } from "./data.js";
 import { element, help, renew } from "./elements.js";
-import { included, mapColours, showLegend } from "./scales.js";
-import { COLOURING } from "./state.js";
 import { number, percent } from "./words.js";
 
 const STRIP = 8; // height of the passage's colours, and the gap above it, in pixels
@@ -65,15 +63,12 @@ export class ActivityMap {
     this.canvas.focus({ preventScroll: true });
   }
 
-  draw() {
-    const { state } = this;
+  // text: the colours of the passage. A click on a token or a neuron changes their strip alone.
+  draw(text) {
     const { tall, layers, height } = this.rows();
-    // A click on a token or a neuron changes the strip alone.
-    const traits = COLOURING.map((trait) => state.get(trait));
-    const shown = [...traits, state.ramps.dark].join();
+    const shown = [this.state.colours(), this.state.ramps.dark].join();
     if (this.shown !== shown) this.drawCells();
     this.shown = shown;
-    const text = this.view.passageOf(this.side).colours;
     this.fill(this.coloursOf(text.values, text.scale), tall - STRIP, STRIP);
     this.showRows(layers, height);
     this.showFrames();
@@ -86,10 +81,9 @@ export class ActivityMap {
     const capacity = state.capacity();
     const over = pixel(state.ramps.over);
     const { values, scales } = mapColours(state, side);
-    const rowsOf = (valueOf) =>
-      layers.map((layer) => included(state, side, (token) => valueOf(layer, token)));
-    const tiles = rowsOf((layer, token) => side.fullestTile(layer, token));
-    this.means = rowsOf((layer, token) => side.count(layer, token)).map(meanOf);
+    const rowsOf = (name) => layers.map((layer) => included(state, side, side.row(name, layer)));
+    const tiles = rowsOf("tile_max");
+    this.means = rowsOf("counts").map(meanOf);
     Object.assign(canvas, { width: side.T, height: tall });
     canvas.style.height = `${tall}px`;
     canvas.ariaLabel =
@@ -100,7 +94,11 @@ export class ActivityMap {
       const marks = colours.map((colour, token) => (tiles[row][token] > capacity ? over : colour));
       this.fill(marks, row * height, Math.max(2, Math.round(height / 7)));
     });
-    const note = capacity < Infinity && this.overflow(tiles.map((row) => [...row]).flat());
+    const isOver = (tile) => (Number.isNaN(tile) ? NaN : Number(tile > capacity));
+    const share = meanOf(tiles.map((row) => meanOf(row.map(isOver))));
+    const cells = share ? `${percent(share)} of cells` : "none";
+    const limit = `a tile of ${state.header.tile} with more than ${capacity}: ${cells}`;
+    const note = capacity < Infinity && limit;
     showLegend(this.legend, scales[0], state.get("scale") === "layer" && layers.length > 1, note);
   }
 
@@ -117,13 +115,6 @@ export class ActivityMap {
     return Uint32Array.from(values, (value) =>
       Number.isNaN(value) ? out : scale.ramp.pixel(scale.index(value), bare),
     );
-  }
-
-  overflow(tiles) {
-    const capacity = this.state.capacity();
-    const over = meanOf(tiles.map((tile) => (Number.isNaN(tile) ? NaN : Number(tile > capacity))));
-    const cells = over ? `${percent(over)} of cells` : "none";
-    return `a tile of ${this.state.header.tile} with more than ${capacity}: ${cells}`;
   }
 
   // The frames around the token under the pointer, the selected token, and the selected cell.
@@ -158,27 +149,22 @@ export class ActivityMap {
     const { side: own, layer: selected } = state.selected();
     const every = Math.ceil(LETTER / height);
     const isHere = (layer) => own === side && layer === selected;
-    const row = (tag, layer, text, about = {}) => {
-      const style = { height: `${height}px` };
+    const row = (tag, layer, text, about) => {
       const here = isHere(layer);
       const shown = (here || (layer - layers[0]) % every === 0) && text;
-      const classes = here ? ".tw-row.tw-here" : ".tw-row";
-      const build = () =>
-        element(`${tag}${classes}`, { style, title: `layer ${layer}`, ...about }, shown);
-      return [layer, [height, shown, here].join(), build];
+      const look = { title: `layer ${layer}`, style: { height: `${height}px` } };
+      return element(`${tag}.tw-row${here ? ".tw-here" : ""}`, look, about, shown);
     };
     const label = (layer) => {
       const onclick = () =>
         state.choose(side, { layer: isHere(layer) ? null : layer, neuron: null });
       return row("button", layer, layer, { type: "button", tabindex: "-1", onclick });
     };
-    const strip = () => element("div.tw-row.tw-strip", "text", help(ABOUT_STRIP));
-    renew(this.labels, [...layers.map(label), ["strip", "", strip]]);
-    renew(this.sums, layers.map((layer, n) => row("div", layer, number(this.means[n]))));
+    const look = { style: { height: "18px" } };
+    const strip = () => element("div.tw-row", look, "text", help(ABOUT_STRIP));
+    const sum = (layer, n) => row("div", layer, number(this.means[n] || 0));
+    const shown = [layers, layers.filter(isHere), this.means].join(";");
+    renew(this.labels, [["labels", shown, () => element("div", layers.map(label), strip())]]);
+    renew(this.sums, [["sums", shown, () => element("div", layers.map(sum))]]);
   }
-}
-
-function meanOf(values) {
-  const known = values.filter((value) => !Number.isNaN(value));
-  return known.reduce((sum, value) => sum + value, 0) / Math.max(known.length, 1);
 }

@@ -4,7 +4,7 @@ import { makeScale } from "./colours.js";
 import { alikeness, changeControls } from "./compare.js";
 import { range, strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
-import { labelled, numberBox, pieces, quiet, select, wordWith } from "./elements.js";
+import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
 import { drawHistogram, histograms, pairsOf } from "./histogram.js";
 import { integer, number, percent, signed } from "./words.js";
 
@@ -16,7 +16,7 @@ const SHARED_AXES = "Both histograms have the same bins and the same axes.";
 const ONLY_PLACES =
   "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
   "keeps it at all of them.";
-// Neighbours in the neuron's own layer, and in all layers: label and explanation of each kind.
+// Neighbours in the neuron's own layer, then in all layers: label and explanation of each kind.
 const IN_LAYER = {
   together: ["fires together", "correlation (phi) of which tokens they fire for"],
   gate: ["gate alike", "cosine of the rows of the gate projection, which decides when they fire"],
@@ -79,21 +79,17 @@ export class NeuronCard {
   }
 
   statistics(side, layer, neuron, known) {
-    const facts = [];
     const { tokens, values } = side.column(layer, neuron);
     const fires = side.firings(layer, neuron);
-    if (side.T) {
-      const here = `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`;
-      facts.push(fact("fires here", here));
-    }
-    if (tokens.length) facts.push(fact("strongest here", signed(strongestOf(values))));
-    if (known.fires !== undefined) {
-      const among = `of ${integer(known.tokens)} tokens`;
-      const share = known.fires ? percent(known.fires / known.tokens) : "never: it is dead";
-      facts.push(fact(among, share));
-      if (known.fires)
-        facts.push(fact("mean", signed(known.mean)), fact("largest |h|", number(known.largest)));
-    }
+    const here = `${percent(fires / side.T)}, ${integer(fires)} of ${integer(side.T)}`;
+    const share = known.fires ? percent(known.fires / known.tokens) : "never: it is dead";
+    const facts = [
+      side.T > 0 && fact("fires here", here),
+      tokens.length > 0 && fact("strongest here", signed(strongestOf(values))),
+      known.fires !== undefined && fact(`of ${integer(known.tokens)} tokens`, share),
+      known.fires > 0 && fact("mean", signed(known.mean)),
+      known.fires > 0 && fact("largest |h|", number(known.largest)),
+    ];
     const kept = `Shown are the ${integer(tokens.length)} of its firings that are kept.`;
     return element(
       "div",
@@ -125,11 +121,9 @@ export class NeuronCard {
   }
 
   missing(side, card) {
-    const lines = new Set(card?.missing ?? []);
-    if (side.catalog && (!card || card.waiting)) lines.add("loading \u2026");
-    if (card?.error) lines.add(card.error);
-    if (this.unkept) lines.add(this.unkept);
-    return [...lines].map((line) => quiet(line));
+    const loading = side.catalog && (!card || card.waiting) && "loading \u2026";
+    const lines = new Set([...(card?.missing ?? []), loading, card?.error, this.unkept]);
+    return [...lines].filter(Boolean).map((line) => quiet(line));
   }
 
   // Examples: those of the passage, the strongest of all, or those at quantiles.
@@ -150,35 +144,28 @@ export class NeuronCard {
         "div.tw-scrolled",
         { data: { of: [layer, neuron, kind].join() } },
         here && this.placesHere(side, layer, neuron),
-        known[kind]?.map((example) => this.placeFar(side, example, known.largest)),
+        known[kind]?.map((example) => this.exampleLine(side, example, known.largest)),
       ),
       far.includes(kind) && !known.near && quiet(ONLY_PLACES),
     );
   }
 
-  // An example of the aggregate; a click goes to its place in the passage, if it is from there.
-  placeFar(side, example, largest) {
-    const token = side.find(example.tokens, example.here);
-    const where = `sequence ${integer(example.sequence)}, position ${example.position}`;
-    return this.exampleLine(side, example, largest, where, token);
-  }
-
   placesHere(side, layer, neuron) {
     const { tokens, values } = side.column(layer, neuron);
     if (!tokens.length) return quiet("It fires nowhere in this passage.");
-    const order = Array.from(tokens, (_, n) => n);
+    const order = tokens.map((_, n) => n);
     order.sort((a, b) => Math.abs(values[b]) - Math.abs(values[a]) || a - b);
     const largest = Math.abs(values[order[0]]);
     const shades = new Map(order.map((n) => [tokens[n], values[n]]));
     return order.slice(0, NEAR).map((n) => {
-      const { [n]: token } = tokens;
-      const example = { value: values[n], quantile: null, ...around(side, token, shades) };
-      return this.exampleLine(side, example, largest, `go to token ${integer(token)}`, token);
+      const example = { value: values[n], quantile: null, ...around(side, tokens[n], shades) };
+      return this.exampleLine(side, example, largest, tokens[n]);
     });
   }
 
-  // An example with every token shaded by its h. token: where it is in the passage, or null.
-  exampleLine(side, { value, quantile, tokens, shades, here }, largest, title, token) {
+  // An example with every token shaded by its h; a click goes to it in the passage, if it is there.
+  exampleLine(side, example, largest, token = side.find(example.tokens, example.here)) {
+    const { value, quantile, tokens, shades, here } = example;
     const scale = makeScale("signed", [0, largest], "", this.state.ramps);
     const { fill, ink } = scale.ramp;
     const line = element("span.tw-example", { dir: "auto" });
@@ -191,12 +178,16 @@ export class NeuronCard {
     });
     line.normalize();
     const parts = [
-      element(value < 0 ? "b.tw-minus" : "b.tw-plus", signed(value)),
+      signedText(value),
       quantile !== null && element("small", percent(quantile)),
       line,
     ];
-    if (token === null) return element("div.tw-place", { title }, parts);
-    return button(".tw-place", () => this.state.choose(side, { token }), { title }, parts);
+    if (token === null) {
+      const title = `sequence ${integer(example.sequence)}, position ${example.position}`;
+      return element("div.tw-place", { title }, parts);
+    }
+    const about = { title: `go to token ${integer(token)}` };
+    return button(".tw-place", () => this.state.choose(side, { token }), about, parts);
   }
 }
 
@@ -258,8 +249,7 @@ function neighbours({ like = [], together = [] }, layer, choose) {
     const about = { onclick: () => choose(of, neuron), title: `layer ${of}, neuron ${neuron}` };
     return chip(named ? `${of} \u00b7 ${neuron}` : neuron, size, 2, about);
   };
-  const here = together.map(([neuron, phi]) => [layer, neuron, phi]);
-  const lists = [...(here.length ? [["together", here]] : []), ...like];
+  const lists = [["together", together], ...like].filter(([, neurons]) => neurons.length);
   const part = (heading, kinds, named) => {
     const rows = lists.filter(([name]) => kinds[name]).map(([name, neurons]) => {
       const [label, title] = kinds[name];

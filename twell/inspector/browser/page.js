@@ -12,13 +12,9 @@ class PageModel extends EventTarget {
   constructor(state, begin, atlas) {
     super();
     Object.assign(this, { begin, atlas });
-    this.state = { ...state, ...viewOf(location.hash.slice(1), begin) };
+    this.state = this.query = { ...state, ...viewOf(location.hash.slice(1), begin) };
     this.keys = document; // a page is nothing but the view: keys work wherever the focus is
     addEventListener("hashchange", () => this.follow());
-  }
-
-  get query() {
-    return this.state;
   }
 
   get(name) {
@@ -50,10 +46,6 @@ class PageModel extends EventTarget {
     history[write](null, "", address ? `#${address}` : location.pathname + location.search);
   }
 
-  link() {
-    return location.href;
-  }
-
   async chunk(key) {
     const text = document.getElementById(key)?.textContent;
     if (text !== undefined) return fromBase64(text);
@@ -68,43 +60,32 @@ const whole = (text) => (/^\d{1,9}$/.test(text) ? Number(text) : undefined);
 const yes = (text) => ({ yes: true, no: false })[text];
 const among = (...words) => (text) => (words.includes(text) ? text : undefined);
 const key = (names) => among(...Object.keys(names));
-const numbers = (text, sign, count) => {
-  const ends = text.split(sign).map(Number);
-  const rising = ends.every((end, n) => n % 2 === 0 || ends[n - 1] <= end);
-  return ends.length === count && rising ? ends : undefined;
+const ends = (text) => {
+  const [first, last] = text.split("-").map(whole);
+  return first <= last ? [first, last] : undefined;
 };
-// How the text of each part is read; undefined for nonsense.
+// How the text of a part is read that is neither a number nor yes or no; undefined for nonsense.
 const READ = {
-  side: whole,
-  token: whole,
-  layer: whole,
-  neuron: whole,
   colour: among("count", "neuron", "surprise"),
   scale: among("all", "layer", "neuron"),
   limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
-  layers: (text) => (/^\d+-\d+$/.test(text) ? numbers(text, "-", 2) : undefined),
-  skip_first: yes,
-  compression: whole,
-  difference: yes,
-  finding: yes,
+  layers: ends,
   words: (text) => text,
   where: key(WHERE),
-  within: whole,
   state: key(STATES),
   sort: key(SORTS),
-  box: (text) => numbers(text, "~", 4), // left, right, low, high
 };
-const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within", "box"];
+const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within"];
 
-function written(name, value) {
-  if (Array.isArray(value)) return value.join(name === "box" ? "~" : "-");
+function written(value) {
+  if (Array.isArray(value)) return value.join("-");
   if (typeof value === "boolean") return value ? "yes" : "no";
   return encodeURIComponent(value ?? "none");
 }
 
 export function addressOf(view, begin) {
-  const parts = Object.keys(begin).map((name) => [name, written(name, view[name])]);
-  const changed = parts.filter(([name, text]) => text !== written(name, begin[name]));
+  const parts = Object.keys(begin).map((name) => [name, written(view[name])]);
+  const changed = parts.filter(([name, text]) => text !== written(begin[name]));
   return changed.map((part) => part.join("=")).join("&");
 }
 
@@ -115,7 +96,10 @@ export function viewOf(address, begin) {
   for (const name of Object.keys(begin)) {
     const text = words.get(name);
     if (text === "none" && MAY_BE_NONE.includes(name)) view[name] = null;
-    else if (text !== null) view[name] = READ[name](text) ?? begin[name];
+    else if (text !== null) {
+      const read = READ[name] ?? (typeof begin[name] === "boolean" ? yes : whole);
+      view[name] = read(text) ?? begin[name];
+    }
   }
   return view;
 }

@@ -1,7 +1,7 @@
 // A passage: its tokens as text, each with a colour.
 
 import { element, pieces } from "./elements.js";
-import { passageColours, showLegend } from "./scales.js";
+import { passageColours, showLegend } from "./colours.js";
 import { integer } from "./words.js";
 
 const OUT = 512; // the colour of a token that is left out

@@ -3,11 +3,14 @@
 
 const WORDY = /[\p{L}\p{N}]/u;
 
-// within: a layer; box: the brushed part of the scatter, by its axes, as left, right, low, high;
-// finding: whether the search is open.
+// within: a layer; finding: whether the search is open.
 export const QUERY = {
-  ...{ words: "", where: "fires", within: null, state: "alive", sort: "match" },
-  ...{ box: null, finding: false },
+  words: "",
+  where: "fires",
+  within: null,
+  state: "alive",
+  sort: "match",
+  finding: false,
 };
 export const WHERE = {
   fires: "fires at",
@@ -41,16 +44,11 @@ export function search(catalog, query) {
   return { found, score };
 }
 
-// Whether a neuron is in the layer, alive or dead, and in the brushed box, as the query has it.
-function isInside({ N, L, fires, strength, about }, { within, state, box }, index) {
+// Whether a neuron is in the layer, and alive or dead, as the query has it.
+function isInside({ N, L, fires }, { within, state }, index) {
   const exists = within !== null && within < L; // an address may ask for more
   if (exists && Math.floor(index / N) !== within) return false;
-  if (!fires) return true;
-  if (state !== "all" && fires[index] > 0 !== (state === "alive")) return false;
-  if (!box) return true;
-  const [left, right, low, high] = box;
-  const rate = fires[index] / about.tokens;
-  return rate >= left && rate <= right && strength[index] >= low && strength[index] <= high;
+  return !fires || state === "all" || fires[index] > 0 === (state === "alive");
 }
 
 // All neurons by falling size; equal ones by number. Each order is computed once.
@@ -75,11 +73,8 @@ function matches(catalog, overview, { where }, words) {
   }
   const score = new Float32Array(overview.L * overview.N);
   if (where === "note") {
-    for (let index = 0; index < score.length; index++) {
-      const note = catalog.note(Math.floor(index / overview.N), index % overview.N);
-      if (note.toLowerCase().includes(words)) score[index] = 1;
-    }
-    return { score };
+    const note = (at) => catalog.note(Math.floor(at / overview.N), at % overview.N);
+    return { score: score.map((_, at) => note(at).toLowerCase().includes(words)) };
   }
   if (!overview.about.words)
     return { error: "Promoted words are known only where there is a model with its last norm." };
@@ -136,8 +131,7 @@ class TextSearch {
       for (let place = index * each; place < (index + 1) * each; place++) {
         const at = text.at[place] - 1;
         if (at < 0) continue;
-        const from = Math.max(text.first[at], at - before);
-        const to = Math.min(text.last[at], at + after);
+        const [from, to] = text.around(at, before, after);
         if (marked[to + 1] > marked[from]) score[index]++;
       }
     return score;

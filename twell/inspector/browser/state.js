@@ -3,8 +3,8 @@
 import { QUERY } from "./search.js";
 
 const SELECTION = { side: 0, token: null, layer: null, neuron: null };
-export const BEGIN = { ...SELECTION, colour: "count", scale: "all", layers: null };
-export const COLOURING =
+const BEGIN = { ...SELECTION, colour: "count", scale: "all", layers: null };
+const COLOURING =
   "colour scale limit layers skip_first compression difference".split(" ");
 export const TRAITS = [...Object.keys(SELECTION), ...COLOURING];
 
@@ -19,6 +19,11 @@ export class State {
 
   get(name) {
     return this.model.get(name);
+  }
+
+  // The traits that colour the view, as a text.
+  colours() {
+    return COLOURING.map((trait) => this.get(trait)).join();
   }
 
   ask(changes) {
@@ -129,8 +134,8 @@ export class State {
     this.choose(side, { layer, neuron, colour: "neuron", ...scale, ...changes });
   }
 
-  goTo(preset) {
-    this.put({ ...BEGIN, ...preset.view });
+  goTo(view) {
+    this.put({ ...BEGIN, ...view });
   }
 
   // The neuron, then the token, then the layer.

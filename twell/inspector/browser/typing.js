@@ -10,7 +10,7 @@ export class Typing {
     this.state = view.state;
     const texts = this.state.get("runs") ? this.state.get("texts") : [];
     const oninput = () => {
-      this.stop();
+      clearTimeout(this.timer);
       this.timer = setTimeout(() => this.send(), WAIT);
     };
     const placeholder = "Type a text; it is run at once.";
@@ -18,10 +18,6 @@ export class Typing {
     this.boxes = texts.map(() => element("textarea.tw-type", { ...about, placeholder, oninput }));
     this.message = element("div.tw-error", { role: "status" });
     this.nodes = [this.boxes.length > 0 && element("div.tw-typing", this.boxes), this.message];
-  }
-
-  stop() {
-    clearTimeout(this.timer);
   }
 
   // One run at a time: what is typed meanwhile waits for its end.

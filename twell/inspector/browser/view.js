@@ -7,12 +7,12 @@ import { Browse } from "./browse.js";
 import { Cards, modelFacts, tokenTitle } from "./cards.js";
 import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
-import { unpack } from "./data.js";
+import { meanOf, unpack } from "./data.js";
 import { element, refill, renew } from "./elements.js";
 import { KEYS, pressed } from "./keyboard.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
-import { COLOURING, State, TRAITS } from "./state.js";
+import { State, TRAITS } from "./state.js";
 import { Typing } from "./typing.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -66,7 +66,8 @@ export class View {
       model.on(name, react);
       signal.addEventListener("abort", () => model.off(name, react));
     };
-    for (const trait of TRAITS) on(`change:${trait}`, () => this.changed(trait));
+    for (const trait of TRAITS) on(`change:${trait}`, () => this.schedule());
+    for (const trait of ["token", "side"]) on(`change:${trait}`, () => (this.reveal = true));
     for (const trait of ["busy", "error", "texts"]) on(`change:${trait}`, () => this.typing.show());
     on("change:data", () => this.load());
     on("change:query", () => {
@@ -79,7 +80,7 @@ export class View {
   close() {
     this.life.abort();
     cancelAnimationFrame(this.drawing);
-    this.typing.stop();
+    clearTimeout(this.typing.timer);
     this.root.remove();
   }
 
@@ -106,11 +107,7 @@ export class View {
     if (!this.catalogs.has(of)) {
       const { model } = this.state;
       const load = (key) => (model.chunk ? model.chunk(key) : this.ask(key));
-      const changed = () => {
-        this.chunks++;
-        this.schedule();
-      };
-      const catalog = new Catalog((name) => load(`${of}:${name}`), changed);
+      const catalog = new Catalog((name) => load(`${of}:${name}`), () => this.arrived());
       if (!model.chunk)
         catalog.write = (layer, neuron, text) => {
           catalog.noted.set(`${layer}:${neuron}`, text);
@@ -134,6 +131,10 @@ export class View {
     if (!done) this.cards.neuron.unkept = error;
     else if (error) refuse(new Error(error));
     else done(buffers[0]);
+    this.arrived();
+  }
+
+  arrived() {
     this.chunks++;
     this.schedule();
   }
@@ -164,46 +165,34 @@ export class View {
   nodesOf(side, part) {
     const facts = this.state.sides.length === 2 && this.facts(side);
     if (part) return [facts, part.passage.nodes, part.map.nodes];
-    if (this.state.get("runs"))
-      return [facts, element("p.tw-empty", "There is no text yet: type one above.")];
-    const empty = "The text is empty: there is no token to show.";
-    return [facts, !side.catalog && element("p.tw-empty", empty)];
+    const runs = this.state.get("runs");
+    const empty = runs ? "There is no text yet: type one above." : "The text is empty.";
+    return [facts, (runs || !side.catalog) && element("p.tw-empty", empty)];
   }
 
   facts(side) {
     const { name, of, start } = side.about;
     const overview = !side.T && side.catalog?.chunk("overview");
     const shown = `tokens ${integer(start)}\u2013${integer(start + side.T - 1)} of ${integer(of)}`;
-    let facts = [
-      of > side.T ? shown : plural(side.T, "token"),
+    const mean = meanOf(side.counts);
+    const facts = [
+      side.T > 0 && (of > side.T ? shown : plural(side.T, "token")),
       `${plural(side.L, "layer")} of ${integer(side.N)} neurons`,
+      side.T > 0 && `${number(mean)} active (${percent(mean / side.N)})`,
+      side.loss === side.loss && `loss ${number(side.loss)} nats`,
+      ...(overview?.about ? modelFacts(overview) : []),
     ];
-    if (side.T) {
-      const mean = side.counts.reduce((sum, count) => sum + count, 0) / side.counts.length;
-      facts.push(`${number(mean)} active (${percent(mean / side.N)})`);
-      if (side.loss() === side.loss()) facts.push(`loss ${number(side.loss())} nats`);
-    } else if (overview?.about) facts = modelFacts(overview);
-    const quiet = element("span.tw-quiet", facts.join(" \u00b7 "));
+    const quiet = element("span.tw-quiet", facts.filter(Boolean).join(" \u00b7 "));
     return element("div.tw-name", element("b", name), quiet);
   }
 
   heading() {
     const { sides, header } = this.state;
-    const most = Math.min(...sides.map((side) => side.about.strongest ?? Infinity));
-    const notes = [];
-    if (most < Infinity)
-      notes.push(
-        `Of each token and layer the ${most} strongest neurons are kept here; ` +
-          "counts, shares and marks are of all.",
-      );
-    if (!sides.every((side) => side.about.precise))
-      notes.push("Values are rounded to bf16, within 0.4%.");
-    notes.push(...header.reasons);
     return element(
       "div.tw-head",
       sides.length === 1 && this.facts(sides[0]),
       changeStrip(this.state),
-      notes.length > 0 && element("div.tw-note", notes.join(" ")),
+      header.reasons.length > 0 && element("div.tw-note", header.reasons.join(" ")),
     );
   }
 
@@ -213,11 +202,6 @@ export class View {
     this.state.ramps = themeOf(this.root, header.palettes);
     for (const part of this.parts) part?.passage.painted.fill(-1);
     this.update();
-  }
-
-  changed(trait) {
-    if (["token", "side"].includes(trait)) this.reveal = true;
-    this.schedule();
   }
 
   schedule() {
@@ -234,13 +218,12 @@ export class View {
     this.updating = true;
     const focused = this.root.contains(this.active());
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
-    const traits = COLOURING.map((trait) => state.get(trait));
-    const lacking = state.selected().neuron === null;
+    const shown = [this.built, state.selected().neuron === null, state.colours()].join();
     renew(this.head, [["head", [this.built, known].join(), () => this.heading()]]);
-    renew(this.bar, [["bar", [this.built, lacking, ...traits].join(), () => bar(state)]]);
+    renew(this.bar, [["bar", shown, () => bar(state)]]);
     for (const part of this.parts) {
       part?.passage.paint();
-      part?.map.draw();
+      part?.map.draw(part.passage.colours);
     }
     this.cards.show();
     this.browse.show();
@@ -249,10 +232,6 @@ export class View {
     this.updating = false;
     this.reveal = false; // the selected token comes into sight when it has changed,
     this.keepPlace = false; // unless it was selected there
-  }
-
-  passageOf(side) {
-    return this.parts[side.number].passage;
   }
 
   active() {
