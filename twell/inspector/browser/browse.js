@@ -1,7 +1,8 @@
-// Finding neurons: a search, and the list of what was found.
+// Finding neurons: a search, a scatter, and the list of what was found.
 
 import { range } from "./data.js";
 import { button, element, labelled, pill, renew, select, table } from "./elements.js";
+import { scatter } from "./scatter.js";
 import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -13,6 +14,7 @@ export class Browse {
     Object.assign(this, { view, state: view.state });
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
+    this.plot = element("div.tw-scatter");
     this.list = element("div.tw-found.tw-scrolled");
     const toggled = () => {
       if (this.node.open !== this.state.query.finding) this.ask({ finding: this.node.open });
@@ -23,7 +25,7 @@ export class Browse {
       element("summary", "Find neurons"),
       this.bar,
       this.count,
-      this.list,
+      element("div.tw-results", this.plot, this.list),
     );
   }
 
@@ -56,6 +58,9 @@ export class Browse {
     this.count.textContent = error ?? (waiting ? "loading \u2026" : number);
     const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
     const shown = `${asked} ${this.rows} ${found.length} ${selected}`;
+    const choose = (index) => this.choose(index);
+    const drawn = overview?.fires; // without an aggregate there are no points
+    renew(this.plot, drawn ? scatter(overview, asked, found, selected, choose) : []);
     const add = () => {
       this.rows += ROWS;
       view.schedule();

@@ -1,4 +1,4 @@
-// The histogram of h between powers of two.
+// The axes of charts, and the histogram of h between powers of two.
 
 import { range } from "./data.js";
 import { element } from "./elements.js";
@@ -9,7 +9,7 @@ const INNER = { left: 46, right: 334, top: 8, bottom: 82 };
 const OCTAVES = 12;
 
 // The grid, the numbers and the names of two axes. ticks: pairs of a place in pixels and a text.
-function axes({ left, right, top, bottom }, across, upright) {
+export function axes({ left, right, top, bottom }, across, upright) {
   const line = (x1, x2, y1, y2) => element("svg:line", { x1, x2, y1, y2 });
   const text = (x, y, anchor, words, about = {}) =>
     element("svg:text", { x, y, "text-anchor": anchor, ...about }, words);
