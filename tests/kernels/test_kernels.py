@@ -38,7 +38,7 @@ EXACT = [
     ("rowwise", 3, 40, 16, act("relu2", 1.5) | NON_GATED),
     ("rowwise", 3, 40, 48, FP8 | BIASED | NAN),
     ("twell", 0, 70, 48, {}),
-    *(("twell", 2, 257, 48, {"pattern": "full", "compression": c} | NAN) for c in COMPRESSIONS),
+    *(("twell", 2, 300, 48, {"pattern": "full", "compression": c} | NAN) for c in COMPRESSIONS),
     ("twell", 2, 257, 48, {"pattern": "tile", "compression": 2} | NON_GATED | BIASED | HALF),
     ("union", 0, 70, 48, {}),
     ("union", 1, 1, 16, NON_GATED),

@@ -8,11 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from tests.factories import models as factory
 from tests.factories.models import DEVICE, assert_same, make, needs_triton, step, tokens
 from twell.models import SparseLlamaForCausalLM, intervene, load, silence
+from twell.models.llama import CODE
 
 
 def test_logits_and_checkpoints_are_those_of_transformers_llama(tmp_path):
     model = make().eval()
     model.save_pretrained(tmp_path)
+    assert (tmp_path / CODE.name).read_bytes() == CODE.read_bytes()
     stock = LlamaForCausalLM.from_pretrained(tmp_path).eval()
     assert stock.config.hidden_act == "relu"
     x = tokens(3, 20)
