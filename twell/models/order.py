@@ -38,7 +38,8 @@ class OrderedTokens:
             known = ids.clamp(max=len(self.places) - 1)  # the embedding may have grown
             order = TokenOrder.by(self.places[known])
         for ffn in self.ffns:
-            ffn.token_order = None if order is None else order.to(ffn.device)
+            if order is not None or ffn.token_order is not None:  # to set it takes microseconds
+                ffn.token_order = None if order is None else order.to(ffn.device)
 
     def remove(self) -> None:
         for handle in self._handles:
