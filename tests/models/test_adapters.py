@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import twell
 from tests.factories import models as factory
@@ -137,10 +138,16 @@ def test_copies_threads_and_compiled_code_compute_the_same():
     assert torch.equal(logits(twell.densify(copied), x), expected)
 
 
+class Other(LlamaMLP):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 REFUSED = [  # a family, an attribute of its second layer, its value, and what the error names
     ("bitnet", None, None, "BitNetForCausalLM has no feed-forward layer"),
     ("t5", None, None, "NewGELUActivation"),
     ("opt", "activation_dropout", 0.1, "activation_dropout=0.1"),
+    ("llama", "mlp.__class__", Other, "a Other inherits from a known layer"),
     ("llama", "mlp.forward", lambda x: x, "a LlamaMLP has a forward of its own"),
     ("llama", "mlp.act_fn", nn.SiLU(), r"'relu', .* SiLU\(\)"),
 ]

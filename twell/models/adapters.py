@@ -161,8 +161,13 @@ def sites(model: nn.Module) -> list[Site]:
     result: list[Site] = []
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
-            adapter = None if module is None else _adapter_of(module)
-            if adapter is None or SLOT in module._modules:
+            if module is None or SLOT in module._modules:
+                continue
+            if (adapter := _adapter_of(module)) is None:
+                kind = type(module)
+                if any(_name(base) in ADAPTERS for base in kind.__mro__):
+                    unknown = f"a {kind.__name__} inherits from a known layer, and may compute more"
+                    raise ValueError(f"{unknown}; twell.register_adapter says what it computes")
                 continue
             if name in WRAPPED:
                 wrapper = f"a {type(module).__name__} is wrapped in a {type(owner).__name__}"
