@@ -30,6 +30,8 @@ BATCHES = {
     "reduce-overhead": "1x16 1x512 1x2048",
 }
 
+MODES = {"compiled": None, "reduce-overhead": "reduce-overhead"}  # of torch.compile
+
 
 class Pair:
     """A stock model and its sparsified copy; a case of `bench`."""
@@ -79,9 +81,8 @@ class Pair:
             mask = torch.ones_like(ids)
             call = partial(model.generate, ids, attention_mask=mask, pad_token_id=0, **options)
         elif mode != "eager":
-            how = {"mode": mode} if mode != "compiled" else {}
-            compiled = torch.compile(model, dynamic=False, **how)
-            call = partial(compiled, ids, use_cache=False, logits_to_keep=1)
+            compiled = torch.compile(model, dynamic=False, mode=MODES[mode])
+            call = partial(compiled, *call.args, **call.keywords)
         for _ in range(5):
             call()
         return call
@@ -92,7 +93,6 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(BATCHES), help="with commas")
     parser.add_argument("--out", type=Path, default=Path("build/bench"))
     given = parser.parse_args()
-    torch._dynamo.config.cache_size_limit = 64
     origin = results.provenance(shlex.join(["python", "-m", "study.stock", *sys.argv[1:]]))
     with torch.no_grad():
         pair = Pair()

@@ -17,8 +17,8 @@ from twell.models.order import MIN_TOKENS, order_tokens
 from twell.sparse.layer import SparseFFN
 from twell.sparse.plan import BLOCK, count_activity, sampled_blocks
 
-# Similar tokens go side by side where unions shrink to this share. Trained models whose unions
-# shrank by 42 to 50% gained 3.2 to 3.9% on an H200.
+# Similar tokens go side by side where unions shrink to this share, which is a guess. Two trained
+# models gained 3.2 and 3.9% on an H200 (data/bench/model.csv).
 SMALLER = 0.75
 
 
