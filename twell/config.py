@@ -55,6 +55,9 @@ class TrainConfig:
     micro_batch: int | None = None
     learning_rate: float = 1e-3
     warmup_steps: int = 600
+    # Tokens, with commas, at which a copy of the model ends. The learning rate is then constant,
+    # and decays to zero over the last tenth of each copy and of the run. None: a cosine.
+    decay_at: str | None = None
     weight_decay: float = 0.1
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
@@ -112,6 +115,8 @@ class TrainConfig:
             yield f"valid_source is {self.valid_source}; a stream holds out its first documents"
         if self.hidden_weight and self.teacher is None:
             yield f"hidden_weight is {self.hidden_weight}; only `twell relufy` has a teacher"
+        if self.decay_at is not None:
+            yield from self._decay_conflicts()
         act = f"{self.activation} above {self.threshold}" if self.threshold else self.activation
         if self.balance_every and not self.gated and act != "relu":
             yield f"balance_every is {self.balance_every}; without a gate it needs relu, not {act}"
@@ -119,6 +124,20 @@ class TrainConfig:
             yield f"l1_zero_steps is {self.l1_zero_steps}, and the run has {self.steps} steps"
         if self.active_share:
             yield from self._steering_conflicts()
+
+    def _decay_conflicts(self) -> Iterator[str]:
+        """Yield why copies of the run cannot decay at `decay_at`."""
+        try:
+            fit = all(self.warmup_steps < start < self.steps for start in self.decays)
+        except ValueError:
+            fit = False
+        if not fit or max(self.decays.values()) >= self.steps:
+            yield (
+                f"decay_at is {self.decay_at!r}; give numbers of tokens such as '6e7,1.2e8', each "
+                f"after the warm-up and below the {self.tokens} of the run"
+            )
+        if self.active_share:
+            yield f"decay_at is {self.decay_at!r}; a run that steers activity has no copies"
 
     def _steering_conflicts(self) -> Iterator[str]:
         """Yield why nothing could steer activity to `active_share`."""
@@ -170,6 +189,13 @@ class TrainConfig:
     @property
     def steps(self) -> int:
         return math.ceil(self.tokens / self.batch_tokens)
+
+    @property
+    def decays(self) -> dict[int, int]:
+        """Each copy of the run: the step from which it decays, a row of the log, and its last."""
+        words = self.decay_at.split(",") if self.decay_at else ()
+        ends = [math.ceil(float(word) / self.batch_tokens) for word in words]
+        return {end * 9 // 10 // self.log_every * self.log_every: end for end in ends}
 
     def changes(self, before: dict) -> str:
         """Return the fields that differ from `before`, with both values; "" for none.

@@ -11,9 +11,18 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.factories import SEED
-from tests.factories.train import SHORT, contents, resume, stop_training, stream_config
+from tests.factories.train import (
+    SHORT,
+    contents,
+    resume,
+    stop_training,
+    stream_config,
+    train_changed,
+)
 from tests.kills import differences, kill_rounds
 from twell import results
 from twell.train import checkpoint, start, train
@@ -95,6 +104,31 @@ def test_a_run_resumes_exactly(config, tiny_config, tiny_text, tmp_path, stage):
     else:
         stop_training(config, run, step)
     assert differences(resume(config, run), whole) == []
+
+
+def test_a_copy_that_decays_is_the_run_that_ends_there(tiny_config, tmp_path, monkeypatch):
+    config = dataclasses.replace(tiny_config, log_every=2, l1_warmup_steps=4, reinit=0.1)
+    config = dataclasses.replace(config, decay_at="5120, 7168")
+    whole, run = train(config, tmp_path / "whole", quiet=True), tmp_path / "run"
+    # Copies leave no mark on the run, and each is the run that ends at its tokens.
+    for tokens, folder in ((5120, "model-at-5120"), (7168, "model-at-7168"), (8192, "model")):
+        short = train_changed(config, tmp_path / folder, tokens=tokens, decay_at="3072")
+        weights = [load_file(path / "model.safetensors") for path in (short / "model", whole / folder)]
+        assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+
+    validate = Run.validate
+
+    def stop(self, step, split="valid"):
+        if (step, split) == (14, "valid-decay"):
+            raise KeyboardInterrupt
+        validate(self, step, split)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Run, "validate", stop)
+        train(config, run, quiet=True)
+    assert differences(resume(config, run), whole) == []
+    log = results.load_run(whole)[1].query("split == 'valid-decay' and metric == 'cross_entropy'")
+    assert log["tokens"].tolist() == [5120, 7168]
 
 
 def test_a_kill_after_the_last_file_leaves_nothing_behind(stopped, expected, monkeypatch):

@@ -25,7 +25,11 @@ from accelerate.utils import DistributedType, gather_object, set_seed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedTokenizerFast, get_cosine_schedule_with_warmup
+from transformers import (
+    PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
 from twell import results
 from twell.config import TrainConfig, l1_schedule
@@ -215,10 +219,7 @@ class Run:
                 parameter.data = parameter.data.contiguous()
         optimizer = adamw(self.model, config, self.device)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
-        # Linear warm-up, then cosine decay to zero.
-        self.schedule = get_cosine_schedule_with_warmup(
-            self.optimizer.optimizer, config.warmup_steps, config.steps
-        )
+        self.schedule = self.make_schedule(config.steps)
         self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
         self.steering = Steering(config, self.model)
 
@@ -245,6 +246,8 @@ class Run:
                 self.validate(0)
             self.restart_meters()
             for step in range(self.done + 1, config.steps + 1):
+                if step - 1 in config.decays:
+                    self.decay(step - 1, config.decays[step - 1], interrupt)
                 last = step == config.steps
                 self.sums += self.step(step)
                 if last or step % config.log_every == 0:
@@ -280,6 +283,33 @@ class Run:
             f"{self.folder}: {self.parameters / 1e6:.2f}M parameters, "
             f"{self.config.steps} steps {where}on {self.origin['device']}"
         )
+
+    def make_schedule(self, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+        """Return the schedule of a run, or of a copy, with this many steps."""
+        optimizer, warmup = self.optimizer.optimizer, self.config.warmup_steps
+        if self.config.decay_at is None:
+            return get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+        decay = steps - steps * 9 // 10
+        return get_wsd_schedule(optimizer, warmup, decay, steps, decay_type="linear")
+
+    def decay(self, start: int, end: int, interrupt: Interrupt) -> None:
+        """Decay from the checkpoint at `start`, save the model at `end`, and return to `start`.
+
+        A run that is resumed from this checkpoint decays again.
+        """
+        schedule, self.schedule = self.schedule, self.make_schedule(end)
+        self.load_checkpoint()
+        for step in range(start + 1, end + 1):
+            self.sums += self.step(step)
+            if step == end or step % self.config.log_every == 0:
+                self.record(step, "train-decay")
+                if self.any_process(interrupt.pressed):
+                    raise self.interruption(start)
+        self.validate(end, "valid-decay")
+        self.write_model(f"model-at-{end * self.config.batch_tokens}")
+        self.schedule = schedule
+        self.load_checkpoint()
+        self.restart_meters()
 
     # --- a step
 
@@ -337,7 +367,7 @@ class Run:
 
     # --- records
 
-    def record(self, step: int) -> None:
+    def record(self, step: int, split: str = "train") -> None:
         """Write losses and activity since the last row, and at the end of a window dead neurons."""
         config = self.config
         steps = (step - 1) % config.log_every + 1  # since the last row
@@ -369,14 +399,14 @@ class Run:
         kl = f"KL {values['kl']:.4f}  " if "kl" in values else ""
         self.write(
             step,
-            "train",
+            split,
             values,
             f"cross-entropy {values['cross_entropy']:.3f}  {kl}"
             f"active {self.active:.1f} of {config.intermediate_size}  "
             f"{speed:,.0f} tokens/s  {minutes}:{seconds:02d} left",
         )
 
-    def validate(self, step: int) -> None:
+    def validate(self, step: int, split: str = "valid") -> None:
         """Write the validation loss and activity, after the last step also the silenced loss."""
         # Every process evaluates everything: with sharded weights each forward pass needs all.
         with self.autocast():
@@ -391,12 +421,13 @@ class Run:
             if missed := self.steering.missed(values["active_mean"]):
                 self.say(f"{self.folder.name}  {missed}")
         kl = f"  KL {values['kl']:.4f}" if "kl" in values else ""
-        self.write(step, "valid", values, f"validation {values['cross_entropy']:.3f}{kl}")
+        self.write(step, split, values, f"validation {values['cross_entropy']:.3f}{kl}")
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
         if self.main:
             self.log.write(step, step * self.config.batch_tokens, split, values)
-        self.say(f"{self.folder.name}  step {step}/{self.config.steps}  {line}")
+        end = f"{self.config.steps}{'  decaying' if split.endswith('-decay') else ''}"
+        self.say(f"{self.folder.name}  step {step}/{end}  {line}")
         self.restart_meters()
 
     def check_finite(self, name: str, loss: float, step: int) -> None:
@@ -422,16 +453,23 @@ class Run:
         config = self.config
         if step % config.log_every:  # between two rows, sums would be lost
             return
-        # A signal may have reached some processes only.
-        stop = bool(self.accelerator.reduce(torch.tensor(float(pressed), device=self.device)))
-        if stop or (config.checkpoint_every and step % config.checkpoint_every == 0):
+        stop = self.any_process(pressed)
+        due = config.checkpoint_every and step % config.checkpoint_every == 0
+        if stop or due or step in config.decays:
             self.save_checkpoint(step)
             self.restart_meters()
         if stop:
-            raise KeyboardInterrupt(
-                f"interrupted; {self.checkpoints.good} has step {step} of {config.steps}. "
-                "To go on, give the same command with --resume, and without --overwrite"
-            )
+            raise self.interruption(step)
+
+    def any_process(self, pressed: bool) -> bool:
+        """Return whether a signal has reached any process; it may have reached some only."""
+        return bool(self.accelerator.reduce(torch.tensor(float(pressed), device=self.device)))
+
+    def interruption(self, step: int) -> KeyboardInterrupt:
+        return KeyboardInterrupt(
+            f"interrupted; {self.checkpoints.good} has step {step} of {self.config.steps}. "
+            "To go on, give the same command with --resume, and without --overwrite"
+        )
 
     def save_checkpoint(self, step: int) -> None:
         """Write a checkpoint: everything that the later steps and rows depend on."""
@@ -465,12 +503,16 @@ class Run:
 
     def finish(self) -> Path:
         """Write the model, mark the run complete and remove its checkpoints."""
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.wrapped, options=whole)
+        self.write_model("model")
         if self.main:
-            save_model(self.model.eval(), self.tokenizer, self.folder / "model", weights)
             complete = self.origin | {"complete": True}
             results.write_run(self.folder, dataclasses.asdict(self.config), complete)
             self.checkpoints.remove()
         self.accelerator.wait_for_everyone()
         return self.folder
+
+    def write_model(self, name: str) -> None:
+        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(self.wrapped, options=whole)
+        if self.main:
+            save_model(self.model, self.tokenizer, self.folder / name, weights)
