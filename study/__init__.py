@@ -4,6 +4,7 @@
     plots       a table to a figure, one function a figure
     paper       the paper number by number, with rules for each claim
     record      measures and trains on a GPU what data/ holds
+    price       the price of L1 on text that is read once, by the plan price.yaml
     keep        reduces a trained run to the small files of data/
 
 It is in no wheel: a clone has it, installed with `pip install -e .`. twell never imports it.

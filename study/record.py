@@ -23,6 +23,7 @@ from pathlib import Path
 
 import yaml
 
+from study import price
 from twell import results
 
 RECORDED = results.root() / "data" / "runs"
@@ -129,7 +130,7 @@ def training(name: str) -> list[str]:
 
 def commands_of(name: str) -> list[str]:
     """Return the commands of a part."""
-    return MEASURED.get(name) or training(name)
+    return MEASURED.get(name) or price.parts().get(name) or training(name)
 
 
 def completed(command: str, given: argparse.Namespace) -> str | None:
@@ -143,7 +144,8 @@ def completed(command: str, given: argparse.Namespace) -> str | None:
     if command.rpartition("-m ")[2].startswith(("twell train ", "twell relufy ")):
         return command + " --resume" * (out / "provenance.json").is_file()
     kept = out / "runs" / Path(command.split()[1]).name / "log.csv.xz"  # the last file of a run
-    return None if command.startswith("study.keep ") and kept.is_file() else command
+    keeps = command.startswith(("study.keep ", "study.price "))
+    return None if keeps and kept.is_file() else command
 
 
 def run(name: str, gpus: str, given: argparse.Namespace) -> bool:
@@ -213,7 +215,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end by then")
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
     given = parser.parse_args()
-    known = [*MEASURED, *sorted(path.parent.name for path in RECORDED.glob("*/config.yaml"))]
+    known = [*MEASURED, *price.parts(), *sorted(path.parent.name for path in RECORDED.glob("*/config.yaml"))]
     if not given.parts:
         for name in MEASURED:
             print(f"{name}:", *commands_of(name), sep="\n    python -m ")

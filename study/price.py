@@ -1,0 +1,145 @@
+"""The price of L1 on text that is read once, by the plan study/price.yaml.
+
+    python -m study.record price-85m-0-seed-0 ... --out DIR    trains the runs on a GPU
+    python -m study.price RUN --out DIR                        evaluates a run's models
+
+`prices` and `verdicts` are the analysis, from the rows of data/bench/price.csv.
+"""
+
+import argparse
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import scipy.stats
+import yaml
+
+from twell import corpus, results
+from twell.config import TrainConfig, cache_folder
+
+PLAN = yaml.safe_load(Path(__file__).with_name("price.yaml").read_text(encoding="utf-8"))
+PAIR = ["size", "text", "l1_coefficient", "tokens"]
+
+
+def parts() -> dict[str, list[str]]:
+    """Return the commands of each run of the plan, for study/record.py."""
+    runs = {}
+    for size, levels in PLAN["levels"].items():
+        for level, seed in ((level, seed) for level, seeds in levels.items() for seed in seeds):
+            name = f"price-{size}-{level}-seed-{seed}"
+            fields = f"{PLAN['train']} {PLAN['sizes'][size]} l1_coefficient={level} seed={seed}"
+            runs[name] = [
+                f"twell train small {fields} --out {{out}}/runs/{name}",
+                f"study.price {{out}}/runs/{name} --corpus {{corpus}} --out {{out}}/kept",
+            ]
+    return runs
+
+
+def evaluate_run(run: Path, folder: Path) -> list[dict]:
+    """Return the rows of a finished run: cross-entropy (nats) and activity, a model and a text."""
+    import torch
+
+    from twell.models import load
+    from twell.train.text import evaluate
+
+    config = TrainConfig.load(run / "config.yaml")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    texts = {
+        name: corpus.prepare(
+            str(folder / path),
+            vocab_size=config.vocab_size,
+            cache=cache_folder(),
+            valid_source=str(folder / path),
+            tokenizer=config.tokenizer,
+            parse_special=config.parse_special,
+        ).valid
+        for name, path in PLAN["texts"].items()
+    }
+    names = [f"model-at-{end * config.batch_tokens}" for end in config.decays.values()]
+    ends = [*config.decays.values(), config.steps]
+    rows = []
+    for name, end in zip([*names, "model"], ends, strict=True):
+        model = load(run / name)[0].to(device)
+        for text, tokens in texts.items():
+            with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
+                result = evaluate(model, corpus.Blocks(tokens, config.context))
+            row = {"run": run.name, "size": run.name.split("-")[1], "seed": config.seed}
+            row |= {"l1_coefficient": config.l1_coefficient, "tokens": end * config.batch_tokens}
+            row |= {"text": text, "cross_entropy": round(result["cross_entropy"], 5)}
+            active = np.mean([layer["mean"] for layer in result["layers"]])
+            rows.append(row | {"active": round(float(active), 2), "neurons": config.intermediate_size})
+    return rows
+
+
+def pairs(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the price (%) of each run with L1 over the run of the same size and seed without."""
+    key = ["size", "seed", "text", "tokens"]
+    dense = rows[rows["l1_coefficient"] == 0].set_index(key)["cross_entropy"]
+    sparse = rows[rows["l1_coefficient"] > 0].join(dense.rename("dense"), on=key)
+    price = 100 * (sparse["cross_entropy"] / sparse["dense"] - 1)
+    return sparse.assign(price=price).dropna(subset="price")
+
+
+def interval(values: pd.Series, confidence: float) -> tuple[float, float, float]:
+    """Return mean, low and high by Student's t; a single value has no interval."""
+    mean, number = float(np.mean(values)), len(values)
+    if number < 2:
+        return mean, np.nan, np.nan
+    limit = scipy.stats.t.ppf(0.5 + confidence / 2, number - 1) * scipy.stats.sem(values)
+    return mean, mean - limit, mean + limit
+
+
+def prices(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return price, low, high (%) and active neurons by size, text, level and tokens."""
+    table = []
+    for key, some in pairs(rows).groupby(PAIR):
+        price, low, high = interval(some["price"], PLAN["confidence"])
+        row = dict(zip(PAIR, key, strict=True)) | {"price": price, "low": low, "high": high}
+        share = (some["active"] / some["neurons"]).mean()
+        table.append(row | {"seeds": len(some), "active": some["active"].mean(), "share": share})
+    return pd.DataFrame(table)
+
+
+def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.DataFrame:
+    """Return for each size the change of the price, its interval, and what the plan calls it."""
+    some = pairs(rows).query("text == @text and l1_coefficient == @level")
+    table = []
+    for size, runs in some.groupby("size"):
+        by_seed = runs.pivot(index="seed", columns="tokens", values="price").dropna()
+        change = by_seed.iloc[:, -1] - by_seed.iloc[:, 0]
+        mean, low, high = interval(change, PLAN["confidence"])
+        p = float(scipy.stats.ttest_1samp(change, 0).pvalue) if len(change) > 1 else np.nan
+        _, _, end = interval(by_seed.iloc[:, -1], PLAN["confidence"])
+        row = {"size": size, "change": mean, "low": low, "high": high, "p": p}
+        table.append(row | {"seeds": len(change), "small": bool(end < PLAN["margin"])})
+    table = pd.DataFrame(table).sort_values("p", ignore_index=True)
+    holm = table["p"] * (len(table) - table.index)
+    significant = (holm.cummax() < 1 - PLAN["confidence"]).to_numpy()
+    flat = (table["low"] > -PLAN["flat"]) & (table["high"] < PLAN["flat"])
+    signed = np.where(table["change"] > 0, "rises", "falls")
+    other = np.where(flat, "flat", "cannot be told")
+    return table.assign(verdict=np.where(significant, signed, other)).sort_values("size")
+
+
+def main() -> None:
+    from study.keep import keep_run
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--corpus", type=Path, default=Path("corpus"))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
+    given = parser.parse_args()
+    command = shlex.join(["python", "-m", "study.price", *sys.argv[1:]])
+    rows = evaluate_run(given.run.resolve(), given.corpus)
+    results.append_rows(given.out / "bench" / "price.csv", rows, results.provenance(command))
+    keep_run(given.run, given.out, command)
+    for folder in given.run.glob("model*"):
+        shutil.rmtree(folder)
+    print(pd.DataFrame(rows).to_string(index=False), flush=True)
+
+
+if __name__ == "__main__":
+    main()

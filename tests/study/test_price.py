@@ -1,0 +1,80 @@
+"""The price of L1: rows are those of the run's log, and verdicts those that the plan names."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.stats
+
+from study import price, record
+from tests.factories import SEED
+from twell import results
+from twell.config import TrainConfig
+from twell.train import train
+
+
+def test_a_run_is_evaluated_at_each_of_its_points(tiny_config, tiny_text, tmp_path, monkeypatch):
+    monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
+    shutil.copy(tiny_text, tmp_path / "valid.jsonl")
+    monkeypatch.setitem(price.PLAN, "texts", {"valid": "valid.jsonl"})
+    tiny_config.prepare_text()[0].save_pretrained(tmp_path / "tokenizer")
+    changes = {"valid_source": str(tmp_path / "valid.jsonl"), "valid_tokens": 2**20, "log_every": 2}
+    changes |= {"tokenizer": str(tmp_path / "tokenizer"), "decay_at": "4096"}
+    config = dataclasses.replace(tiny_config, **changes)
+    run = train(config, tmp_path / "price-1m-0-seed-0", quiet=True)
+    rows = pd.DataFrame(price.evaluate_run(run, tmp_path))
+    assert rows["tokens"].tolist() == [4096, 8192]
+    log = results.load_run(run)[1].set_index(["tokens", "split", "metric"])["value"]
+    for row, split in zip(rows.itertuples(), ("valid-decay", "valid"), strict=True):
+        place = (row.tokens, split)
+        assert row.cross_entropy == pytest.approx(log[(*place, "cross_entropy")].item(), abs=2e-5)
+        assert row.active == pytest.approx(log[(*place, "active_mean")].mean(), abs=1e-2)
+
+
+def outcomes(changes):
+    """Return rows of price.csv: for each size the prices of three seeds at two points."""
+    random, rows = np.random.default_rng(SEED), []
+    for size, seeds in changes.items():
+        for seed, (first, last) in enumerate(seeds):
+            for tokens, value in ((60, first), (221, last)):
+                dense = 3 + random.random() / 10
+                row = {"size": size, "seed": seed, "tokens": tokens, "text": "new"}
+                row |= {"active": 20.0, "neurons": 100}
+                rows.append(row | {"l1_coefficient": 0.0, "cross_entropy": dense})
+                sparse = dense * (1 + value / 100)
+                rows.append(row | {"l1_coefficient": 6e-4, "cross_entropy": sparse})
+    return pd.DataFrame(rows)
+
+
+def test_prices_and_verdicts_follow_the_plan():
+    changes = {
+        "rises": [(0.0, 1.0), (0.1, 1.11), (-0.1, 0.92)],
+        "flat": [(1.0, 1.1), (1.2, 1.15), (0.9, 1.0)],
+        "cannot be told": [(0.0, 1.5), (0.0, -1.0), (0.0, 4.0)],
+        "falls": [(3.0, 2.0), (3.1, 2.12), (3.3, 2.31)],
+    }
+    rows = outcomes(changes)
+    table = price.verdicts(rows)
+    assert dict(zip(table["size"], table["verdict"], strict=True)) == {name: name for name in changes}
+    small = dict(zip(table["size"], table["small"], strict=True))
+    assert small == {"rises": True, "flat": True, "cannot be told": False, "falls": False}
+    end = price.prices(rows).query("size == 'falls' and tokens == 221").iloc[0]
+    expected = scipy.stats.t.interval(0.95, 2, 2.1433333, scipy.stats.sem([2.0, 2.12, 2.31]))
+    assert (end["low"], end["high"]) == pytest.approx(expected)
+    assert end["share"] == pytest.approx(0.2)
+
+
+def test_the_plan_reads_the_text_once_with_paired_runs():
+    commands = price.parts()
+    assert len(commands) == 19 and all(len(parts) == 2 for parts in commands.values())
+    configs = {}
+    for name, (training, _) in commands.items():
+        words = training.format(corpus="c", out="o").split()
+        configs[name] = TrainConfig.load(words[2], [word for word in words if "=" in word])
+        assert record.commands_of(name) == commands[name]
+        assert configs[name].steps * configs[name].batch_tokens <= 221.09e6
+    for name, config in configs.items():
+        pair = vars(configs[name.replace("1.5e-4", "0").replace("6e-4", "0")])
+        assert {key for key in pair if vars(config)[key] != pair[key]} <= {"l1_coefficient"}
