@@ -17,6 +17,7 @@ import pandas as pd
 import scipy.stats
 import yaml
 
+from study.analysis import holm
 from twell import corpus, results
 from twell.config import TrainConfig, cache_folder
 
@@ -74,6 +75,13 @@ def evaluate_run(run: Path, folder: Path) -> list[dict]:
     return rows
 
 
+def parameters(size: str) -> int:
+    """Return the parameters in the layers of a size of the plan."""
+    fields = (field.split("=") for field in PLAN["sizes"][size].split())
+    width, neurons, layers, _ = (int(value) for _, value in fields)
+    return layers * width * (4 * width + 3 * neurons)
+
+
 def pairs(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the price (%) of each run with L1 over the run of the same size and seed without."""
     key = ["size", "seed", "text", "tokens"]
@@ -93,11 +101,15 @@ def interval(values: pd.Series, confidence: float) -> tuple[float, float, float]
 
 
 def prices(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return price, low, high (%) and active neurons by size, text, level and tokens."""
+    """Return price, low, high (%) and active neurons by size, text, level and tokens.
+
+    parameters: in the layers of the size.
+    """
     table = []
     for key, some in pairs(rows).groupby(PAIR):
         price, low, high = interval(some["price"], PLAN["confidence"])
         row = dict(zip(PAIR, key, strict=True)) | {"price": price, "low": low, "high": high}
+        row["parameters"] = parameters(key[0])
         share = (some["active"] / some["neurons"]).mean()
         table.append(row | {"seeds": len(some), "active": some["active"].mean(), "share": share})
     return pd.DataFrame(table)
@@ -115,13 +127,12 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
         _, _, end = interval(by_seed.iloc[:, -1], PLAN["confidence"])
         row = {"size": size, "change": mean, "low": low, "high": high, "p": p}
         table.append(row | {"seeds": len(change), "small": bool(end < PLAN["margin"])})
-    table = pd.DataFrame(table).sort_values("p", ignore_index=True)
-    holm = table["p"] * (len(table) - table.index)
-    significant = (holm.cummax() < 1 - PLAN["confidence"]).to_numpy()
+    table = pd.DataFrame(table)
+    significant = holm(table["p"]) < 1 - PLAN["confidence"]
     flat = (table["low"] > -PLAN["flat"]) & (table["high"] < PLAN["flat"])
     signed = np.where(table["change"] > 0, "rises", "falls")
     other = np.where(flat, "flat", "cannot be told")
-    return table.assign(verdict=np.where(significant, signed, other)).sort_values("size")
+    return table.assign(verdict=np.where(significant, signed, other))
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ and only `Bench` reads files. Each module imports those above it alone:
 
     runs      outcomes of runs, an L1 sweep by level, curves over training, where activity is
     variants  other choices of training, sizes and ways to compute, and the noise of seeds
-    longer    outcomes over training tokens, and the time that two trainings take to one loss
+    races     the time that two trainings take to one loss
     activity  a trace or an aggregate by layer, token, position and neuron
     formats   the formats cell by cell, and their bytes
     speed     measured layers, training steps and whole models over dense
@@ -18,6 +18,6 @@ from study import first_of
 
 __getattr__ = first_of(
     __name__,
-    ".runs .speed .variants .activity .tasks .longer .quantized .relufied .formats "
+    ".runs .speed .variants .activity .tasks .races .quantized .relufied .formats "
     "twell.tables twell.trace.neurons",
 )

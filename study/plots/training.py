@@ -242,100 +242,50 @@ def scale_activity(
     return figure
 
 
-_APART = 1.05  # ratio of places of neighbouring levels, so that no bar hides another one
+_PAPER_RATIO = 10  # training tokens a parameter
 
 
-def over_tokens(table: pd.DataFrame, about: str = "") -> Figure:
-    """Draw active neurons, dead neurons and the change of cross-entropy over training tokens.
+def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "") -> Figure:
+    """Draw the price of L1 over tokens and over tokens a parameter, and the share that is active.
 
-    table: `analysis.over_tokens`, a line a level of L1; of cross-entropy a dashed one for the
-    training text. Bars are its intervals, of solid lines.
+    table, pairs: `study.price.prices` and `study.price.pairs` of one text and level. limit: the
+    rise that the paper accepts, in %.
     """
-    figure, (axes,) = base.subplots(base.PAGE, 2.7, 1, 3)
-    colours = base.level_colours(table["l1_coefficient"])
-    panels = {
-        "active": "active neurons per token",
-        "dead": "dead neurons (%)",
-        "change": "cross-entropy (% over L1 = 0)",
-    }
-    for ax, (name, label) in zip(axes, panels.items(), strict=True):
-        for place, (level, rows) in enumerate(table.groupby("l1_coefficient")):
-            if name == "change" and not level:
+    figure, (axes,) = base.subplots(base.PAGE, 2.5, 1, 3)
+    sizes = table.sort_values("parameters")["size"].unique()
+    shades = mpl.colormaps["viridis"](np.linspace(0.75, 0.1, len(sizes)))
+    for size, colour in zip(sizes, shades, strict=True):
+        rows = table[table["size"] == size].sort_values("tokens")
+        look = {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.2}
+        for ax, unit in zip(axes, (1e6, rows["parameters"].iloc[0], 1e6), strict=True):
+            height = 100 * rows["share"] if ax is axes[2] else rows["price"]
+            ax.plot(rows["tokens"] / unit, height, **look)
+            if ax is axes[2]:
                 continue
-            tokens, height = rows["tokens"].astype(float) / 1e6, rows[name].astype(float)
-            tokens *= _APART ** (place - (len(colours) - 1) / 2)
-            look = {"color": colours[level], "marker": "o", "markersize": 3.5, "linewidth": 1}
-            if name == "change":
-                again = rows["train_change"].astype(float)
-                ax.plot(tokens, again, **look | {"linestyle": "--", "markerfacecolor": "white"})
-            ax.plot(tokens, height, **look)
-            known = rows[f"{name}_low"].notna()
-            ends = [height - rows[f"{name}_low"], rows[f"{name}_high"] - height]
-            ends = [end[known].astype(float) for end in ends]
-            ax.errorbar(tokens[known], height[known], ends, fmt="none", ecolor=colours[level])
-        ax.set(xscale="log", xlabel="training tokens (millions)", ylabel=label)
-        ax.set_xticks(sorted(table["tokens"].astype(float).unique() / 1e6))
-        ax.margins(0.12)
-        ax.xaxis.set_major_formatter("{x:g}")
-        ax.minorticks_off()
-    axes[0].set_yscale("log")
-    base.plain(axes[0].yaxis)
-    axes[2].axhline(0, color="black", linewidth=1)
-    lines = {f"L1 = {analysis.level_name(l1)}": base.key(c) for l1, c in colours.items()}
-    lines["on held-out text"] = base.key("0.4")
-    lines["on the training text"] = base.key("0.4", linestyle="--")
-    base.legend(figure, "lower center", lines, ncols=len(lines))
-    seeds = _number(table["runs"].astype(int)).replace("run", "seed")
+            known = rows[rows["seeds"] > 2]
+            place = known["tokens"] / unit
+            ax.fill_between(place, known["low"], known["high"], color=colour, alpha=0.15, lw=0)
+            for _, one in pairs[pairs["size"] == size].groupby("seed"):
+                one = one.sort_values("tokens")
+                ax.plot(one["tokens"] / unit, one["price"], color=colour, lw=0.6, alpha=0.5)
+        last = rows.iloc[-1]
+        base.note(axes[0], size.upper(), (last["tokens"] / 1e6, last["price"]), (4, -2), color=colour)
+    for ax in axes[:2]:
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.axhline(limit, **_PRICE)
+    axes[1].axvline(_PAPER_RATIO, **_PRICE)
+    axes[0].set(ylabel="cross-entropy (% over L1 = 0)")
+    axes[1].set(xlabel="tokens per parameter in layers", xscale="log")
+    axes[2].set(ylabel="active neurons (%)", ylim=(0, None))
+    for ax in axes[::2]:
+        ax.set(xlabel="training tokens (millions)", xlim=(0, 1.2e-6 * table["tokens"].max()))
+    base.plain(axes[1].xaxis)
     base.caption(
         figure,
         base.sentence(about),
-        f"{seeds} a point, each with a schedule of its own.",
-        "Bars are 95% intervals over seeds, of solid lines; points without one are of a single",
-        "run, or hide it. Points are shifted sideways so that bars stay visible.",
-    )
-    return figure
-
-
-_BACKENDS = {"dense": base.DENSE, "triton": base.SPARSE, "auto": base.AUTO}
-
-
-def race(raced: pd.DataFrame, ends: pd.DataFrame, curves: pd.DataFrame, about: str = "") -> Figure:
-    """Draw held-out cross-entropy over minutes of training, when each run has the same, and speed.
-
-    raced, ends: `analysis.race` and `analysis.reached` of it; curves: `analysis.computed_curves` of
-    the same runs.
-    """
-    figure, ((left, right),) = base.subplots(base.PAGE, 2.7, 1, 2)
-    legend, curves = {}, curves.sort_values("step")
-    by = ["run", "backend", "l1_coefficient"]
-    for (run, backend, level), rows in raced.groupby(by, sort=False):
-        rows, own = rows[rows["tokens"] > 0], curves[curves["run"] == run]
-        look = {"color": _BACKENDS[backend], "linestyle": "-"}
-        end = ends[ends["run"] == run].iloc[0]
-        label = f"{backend}, L1 = {analysis.level_name(level)}: {end['seconds'] / 60:.1f} min"
-        memory = own.loc[own["metric"] == "peak_memory", "value"]
-        if len(memory):
-            most, last = (f"{value / 1e9:.0f}" for value in (end["peak_memory"], memory.iloc[-1]))
-            label += f", {most} GB" + (f", then {last} GB" if last != most else "")
-        legend[label] = base.key(**look)
-        left.plot(rows["seconds"] / 60, rows["cross_entropy"], marker="o", ms=3, **look)
-        place = end["seconds"] / 60, end["cross_entropy"]
-        left.plot(*place, marker="|", markersize=12, color=look["color"])
-        line = own[own["metric"] == "tokens_per_second"]
-        right.plot(line["tokens"] / 1e6, line["value"] / 1e3, linewidth=1, **look)
-    target = ends["cross_entropy"].iloc[0]
-    left.axhline(target, color="0.5", linestyle="--", linewidth=0.8)
-    left.set(xlabel="training time (minutes)", ylabel="held-out cross-entropy (nats)")
-    left.margins(0.08, 0.2)
-    right.set(xlabel="training tokens (millions)", ylabel="speed (thousand tokens/s)")
-    right.set_ylim(bottom=0)
-    base.legend(figure, "lower center", legend, ncols=2)
-    base.caption(
-        figure,
-        base.sentence(about),
-        "One run each. GB: peak memory of a GPU, and that of the last steps.",
-        f"The dashed line is {target:.3f} nats, which all reach, after the minutes in the legend;",
-        "between validations a monotone cubic stands, and their time does not count.",
+        f"Dashed: the paper's limit of {limit:g}%, and its {_PAPER_RATIO} tokens a parameter.",
+        "Sizes are parameters in layers. Thin lines are pairs of runs with one seed.",
+        "Bands, of three pairs, are 95% intervals.",
     )
     return figure
 

@@ -48,13 +48,14 @@ def outcomes(changes):
     return pd.DataFrame(rows)
 
 
-def test_prices_and_verdicts_follow_the_plan():
+def test_prices_and_verdicts_follow_the_plan(monkeypatch):
     changes = {
         "rises": [(0.0, 1.0), (0.1, 1.11), (-0.1, 0.92)],
         "flat": [(1.0, 1.1), (1.2, 1.15), (0.9, 1.0)],
         "cannot be told": [(0.0, 1.5), (0.0, -1.0), (0.0, 4.0)],
         "falls": [(3.0, 2.0), (3.1, 2.12), (3.3, 2.31)],
     }
+    monkeypatch.setitem(price.PLAN, "sizes", dict.fromkeys(changes, price.PLAN["sizes"]["12m"]))
     rows = outcomes(changes)
     table = price.verdicts(rows)
     assert dict(zip(table["size"], table["verdict"], strict=True)) == {name: name for name in changes}

@@ -1,0 +1,79 @@
+"""Tables of the time that two trainings take to one loss."""
+
+import numpy as np
+import pandas as pd
+import scipy.interpolate
+
+from study.analysis.runs import check_alike
+
+_END = 0.05  # the share of training, its last, whose cross-entropy stands for the training text
+RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race may differ
+
+
+def _at_end(tokens: pd.Series) -> pd.Series:
+    return tokens > (1 - _END) * tokens.max()
+
+
+def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
+    """Return the validations of complete runs over the seconds of training, slowest run first.
+
+    seconds are of training alone, by the logged tokens/s; peak_memory is the run's most bytes;
+    train_last is the cross-entropy on the training text at the end. Raises ValueError when runs
+    differ in more than backend and level.
+    """
+    columns = "run backend l1_coefficient tokens seconds cross_entropy peak_memory train_last"
+    columns = columns.split()
+    runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
+    tables = []
+    if len(runs):
+        computed = "run path complete versions commit command parameters micro_batch compile"
+        computed += " log_every valid_every checkpoint_every"
+        check_alike(runs, [*RACED, *computed.split()], "a race is of one model, text and device")
+    for run in runs.to_dict("records"):
+        rows = log[log["run"] == run["run"]]
+        speed = rows[(rows["split"] == "train") & (rows["metric"] == "tokens_per_second")]
+        tokens = speed["tokens"].to_numpy()
+        seconds = np.cumsum(np.diff(tokens, prepend=0) / speed["value"].to_numpy())
+        valid = rows[(rows["split"] == "valid") & (rows["metric"] == "cross_entropy")]
+        table = valid[["tokens", "value"]].rename(columns={"value": "cross_entropy"})
+        table["seconds"] = np.interp(table["tokens"], [0, *tokens], [0, *seconds])
+        table["peak_memory"] = rows.loc[rows["metric"] == "peak_memory", "value"].max()
+        losses = rows[(rows["split"] == "train") & (rows["metric"] == "cross_entropy")]
+        table["train_last"] = losses.loc[_at_end(losses["tokens"]), "value"].mean()
+        tables.append(table.assign(**{name: run[name] for name in columns[:3]})[columns])
+    tables.sort(key=lambda table: -table["seconds"].max())
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
+
+
+def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
+    """Return the seconds and tokens after which each run of `race` has a loss.
+
+    loss: in nats, by default the highest of their last losses, which all reach. Between validations
+    a monotone cubic is drawn. tokens is NaN where the loss is not reached; last is the run's own
+    last loss.
+    """
+    last = raced.groupby("run", sort=False)["cross_entropy"].last()
+    rows = []
+    target, by = last.max() if loss is None else loss, ["run", "backend", "l1_coefficient"]
+    for (run, backend, level), table in raced.groupby(by, sort=False):
+        tokens, losses = table["tokens"].astype(float), table["cross_entropy"]
+        where = tokens[losses <= target].min()  # NaN for none
+        if where > tokens.min():
+            curve = scipy.interpolate.PchipInterpolator(tokens, losses)
+            where = np.append(where, curve.solve(target, False, extrapolate=False)).min()
+        seconds = np.interp(where, tokens, table["seconds"])
+        whole = table[["peak_memory", "train_last"]].iloc[0]
+        rows.append((run, backend, level, target, seconds, where, last[run], *whole))
+    columns = [*by, "cross_entropy", "seconds", "tokens", "last", "peak_memory", "train_last"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def late_gain(raced: pd.DataFrame) -> float:
+    """Return the tokens/s of the sparse run of a `race` over the dense one's, in %.
+
+    Of the second half of training, when activity has settled. Raises KeyError without a dense run.
+    """
+    late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("backend")
+    spans = late[["tokens", "seconds"]].agg(np.ptp)
+    speeds = spans["tokens"] / spans["seconds"]
+    return float(100 * (speeds.drop("dense").item() / speeds["dense"] - 1))
