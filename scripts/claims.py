@@ -8,15 +8,16 @@ from study import paper
 from twell import results, tables
 
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
-HEAD = "claim", "paper", "ours", "interval", "seeds", "verdict"
 
 
 def counts(table: pd.DataFrame) -> str:
     """Return how many comparisons with the paper have each verdict, in words."""
     numbers = table["verdict"].value_counts()
-    judged = {name: numbers.get(name, 0) for name in paper.VERDICTS[:4]}
-    words = ", ".join(f"{number} {name}" for name, number in judged.items())
-    return f"Of {sum(judged.values())} comparisons with the paper: {words}"
+    judged = [numbers.get(name, 0) for name in paper.JUDGED]
+    words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
+    words += f", {sum(judged[4:])} open (one run, or size)"
+    beyond = f"{numbers['beyond the paper']} numbers are of another algorithm or card"
+    return f"Of {sum(judged)} comparisons with the paper: {words}. {beyond}"
 
 
 def claims_page(table: pd.DataFrame, subjects: dict[str, dict]) -> str:
@@ -25,11 +26,11 @@ def claims_page(table: pd.DataFrame, subjects: dict[str, dict]) -> str:
     for subject, about in subjects.items():
         rows = table[table["subject"] == subject]
         printed = rows["paper"] + ("; " + rows["source"]).where(rows["source"] != "", "")
-        cells = rows[["claim", "ours", "interval", "seeds", "verdict"]].astype(str)
-        cells.insert(1, "paper", printed)
+        cells = paper.section(table.assign(paper=printed), subject).astype(str)
         shown = cells.replace(r"[\\|]", r"\\\g<0>", regex=True).itertuples(index=False)
         parts += [f"## {about['title']}", _wrap(about["conditions"])]
-        parts.append(tables.markdown([HEAD, *shown], left=(0, 1, 2, 3, 5)))
+        left = [number for number, name in enumerate(cells) if name != "seeds"]
+        parts.append(tables.markdown([tuple(cells), *shown], left=left))
         notes = [_wrap(f"- *{row.claim}*: {row.note}.") for row in rows.itertuples() if row.note]
         if notes:
             parts += ["Notes:", "\n".join(notes)]
@@ -51,7 +52,8 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
     for line in lines:
         some, joined = by_name.loc[line["claims"]], line["joined"]
         note, _, _ = some["note"].iloc[0].partition(";")
-        ours = joined.format(*(some["ours"] + " " + some["interval"]).str.strip())
+        ours = some["ours"] + some["beyond"] + " " + some["interval"]
+        ours = joined.format(*ours.str.strip())
         printed = "–" if (some["paper"] == "–").all() else joined.format(*some["paper"])
         rows.append((line["what"], line["conditions"].format(note), printed, ours))
     names = "", "conditions", "paper (H100)", "ours (H200)"

@@ -114,7 +114,7 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     rule = "a sweep compares runs of one model, choice and token budget, by level and seed"
     check_alike(complete.assign(choice=chosen), MAY_DIFFER, rule)
 
-    table = complete[["run", "l1_coefficient", "tokens"]].set_index("run")
+    table = complete[["run", "l1_coefficient", "tokens", "seed"]].set_index("run")
     log = log[log["run"].isin(table.index)]
     by_metric = last_validation(log).groupby(["run", "metric"])["value"]
     means, least, most = by_metric.mean().unstack(), by_metric.min(), by_metric.max()
@@ -156,7 +156,7 @@ def levels(table: pd.DataFrame) -> pd.DataFrame:
     table = table.assign(status=pd.Categorical(table["status"], STATUSES, ordered=True))
     groups = table.groupby(["choice", "l1_coefficient"], sort=False)
     parts = [
-        groups.mean(numeric_only=True).drop(columns="tokens"),
+        groups.mean(numeric_only=True).drop(columns=["tokens", "seed"]),
         groups.size().rename("runs"),
         groups["status"].max().astype(str),
         groups[["run", "tokens"]].first(),

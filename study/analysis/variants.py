@@ -67,29 +67,38 @@ def remedied(runs: pd.DataFrame, level: float) -> pd.DataFrame:
     return runs[remedies | (choice(runs) == "recipe")] if remedies.any() else runs[:0]
 
 
-def seed_noise(table: pd.DataFrame, column: str) -> tuple[float, int]:
+def seed_noise(table: pd.DataFrame, column: str, *, paired: bool = False) -> tuple[float, int]:
     """Return a column's standard deviation between seeds, and its degrees of freedom.
 
-    table: `choices`. Pooled over all settings with several runs; (NaN, 0) without any.
-    active_fraction counts in natural logarithms, since activity scatters in proportion. SiLU's
-    activity and settings without a dead neuron cannot scatter and are left out.
+    table: `choices`. Pooled over all settings with several runs; (NaN, 0) without any. paired: what
+    is left after the mean of each seed, which has the same text in the same order in all settings
+    of as many tokens. active_fraction counts in natural logarithms, since activity scatters in
+    proportion. SiLU's activity and settings without a dead neuron cannot scatter and are left out.
     """
     values = table[column].astype(float)
     if column != "cross_entropy_change":
         values = values.where(table["active_fraction"] < 0.99)
     if column == "active_fraction":
         values = np.log(values.where(values > 0))
-    spread = values.groupby([table["choice"], table["l1_coefficient"]]).agg(["var", "count"])
-    spread = spread[spread["var"] > 0]
-    freedom = int((spread["count"] - 1).sum())
-    if not freedom:
+    setting = table["choice"] + " " + table["l1_coefficient"].astype(str)
+    seed = table["tokens"].astype(str) + " " + table["seed"].astype(str)
+    scatters = values.groupby(setting).transform("std") > 0
+    values, setting, seed = values[scatters], setting[scatters], seed[scatters]
+    if not len(values):
         return np.nan, 0
-    return float(np.sqrt((spread["var"] * (spread["count"] - 1)).sum() / freedom)), freedom
+    effects = pd.get_dummies(pd.concat([setting, seed], axis=1) if paired else setting)
+    effects = effects.to_numpy(float)
+    residuals = values - effects @ np.linalg.lstsq(effects, values.to_numpy(), rcond=None)[0]
+    freedom = len(values) - int(np.linalg.matrix_rank(effects))
+    return (float(np.sqrt((residuals**2).sum() / freedom)), freedom) if freedom else (np.nan, 0)
 
 
 def noise_limit(table: pd.DataFrame, column: str, runs: float, other_runs: float) -> float:
-    """Return the largest difference of two means that seeds explain: Student's t at CONFIDENCE."""
-    deviation, freedom = seed_noise(table, column)
+    """Return the largest difference of two means that seeds explain: Student's t at CONFIDENCE.
+
+    Two settings are paired by seed. other_runs: infinity for the interval of one mean.
+    """
+    deviation, freedom = seed_noise(table, column, paired=bool(np.isfinite(other_runs)))
     if not (freedom and runs and other_runs):
         return np.nan
     quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
@@ -111,7 +120,7 @@ def contrast(
     """Return the difference of two settings of `choices`, (choice, l1_coefficient), in a column.
 
     Keys: runs and value (mean) of the first, other_runs and other of the second, difference, limit
-    (`noise_limit`) and verdict. Differences of active_fraction are in % of the second.
+    (`noise_limit`), verdict and p (two-sided). Differences of active_fraction are in % of the second.
     """
     first_values, second_values = (
         table.loc[(table["choice"] == name) & (table["l1_coefficient"] == l1), column].dropna()
@@ -120,18 +129,22 @@ def contrast(
     runs, other_runs = len(first_values), len(second_values)
     value, other = (float(rows.astype(float).mean()) for rows in (first_values, second_values))
     limit, difference = noise_limit(table, column, runs, other_runs), value - other
-    verdict = noise_verdict(difference, limit)
-    if column == "active_fraction":
-        verdict = noise_verdict(float(np.log(value / other)), limit)
+    relative = column == "active_fraction"
+    compared = float(np.log(value / other)) if relative else difference
+    _, freedom = seed_noise(table, column, paired=True)
+    quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) if freedom else np.nan
+    p = 2 * scipy.stats.t.sf(abs(compared) / limit * quantile, freedom) if limit else np.nan
+    verdict = noise_verdict(compared, limit)
+    if relative:
         difference, limit = 100 * (value / other - 1), 100 * float(np.expm1(limit))
     result = {"runs": runs, "value": value, "other_runs": other_runs, "other": other}
-    return result | {"difference": difference, "limit": limit, "verdict": verdict}
+    return result | {"difference": difference, "limit": limit, "verdict": verdict, "p": float(p)}
 
 
 def contrasts(table: pd.DataFrame) -> pd.DataFrame:
     """Return the `contrast` of each choice with the recipe at the same level, a row a quantity.
 
-    Shares of neurons are in %.
+    Shares of neurons are in %. Verdicts are corrected by Holm over all rows; limits are not.
     """
     rows = []
     others = table.loc[table["choice"] != "recipe", ["choice", "l1_coefficient"]].drop_duplicates()
@@ -143,7 +156,17 @@ def contrasts(table: pd.DataFrame) -> pd.DataFrame:
             shares += ["difference", "limit"] if column == "dead_fraction_train" else []
             rows.append(row | {key: 100 * row[key] for key in shares})
     columns = "choice l1_coefficient quantity runs value other_runs other difference limit verdict"
-    return pd.DataFrame(rows, columns=columns.split())
+    found = pd.DataFrame(rows, columns=[*columns.split(), "p"])
+    corrected = holm(found["p"]) >= 1 - CONFIDENCE
+    found["verdict"] = found["verdict"].mask(corrected & (found["p"] < 1), "within noise")
+    return found.drop(columns="p")
+
+
+def holm(p: pd.Series) -> pd.Series:
+    """Return the p-values of a family of tests, corrected by Holm; NaN stays NaN."""
+    ranked = p.dropna().sort_values()
+    corrected = (ranked * np.arange(len(ranked), 0, -1)).cummax().clip(upper=1)
+    return corrected.reindex(p.index)
 
 
 def against_frontier(table: pd.DataFrame) -> pd.DataFrame:

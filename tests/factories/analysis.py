@@ -40,7 +40,8 @@ def make_run(name, l1, loss, silenced, active, dead=(0.0, 0.0), window=(), compl
         rows += [(step, "train", layer, "active_mean", 10 * step + layer) for step in (4, 2, 10)]
     log = pd.DataFrame(rows, columns=["step", "split", "layer", "metric", "value"])
     log = log.assign(run=name, tokens=log["step"] * 100, layer=log["layer"].astype("Int64"))
-    return SHAPE | {"run": name, "l1_coefficient": l1, "complete": complete} | config, log
+    own = {"run": name, "l1_coefficient": l1, "seed": 0, "complete": complete}
+    return SHAPE | own | config, log
 
 
 def tables(*runs):

@@ -17,7 +17,7 @@ def lesson():
 
 def test_the_documents_have_the_numbers_of_the_table(lesson):
     data, table = lesson[1]["data"], lesson[1]["claims"]
-    assert (table["ours"] != "").all() and set(table["verdict"]) <= set(paper.VERDICTS)
+    assert (table["ours"] + table["beyond"] != "").all() and set(table["verdict"]) <= set(paper.VERDICTS)
     page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8")
     assert claims.claims_page(table, data.subjects) in page, "run python scripts/claims.py"
     assert claims.summary(table, data.readme) in (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,3 +47,16 @@ def test_a_bound_holds_if_the_whole_interval_is_within_it():
     assert verdicts == ["reproduced", "not testable", "not testable", "contradicted"]
     opposite = [paper.more_than(2, value, 0.5) for value in (3.0, 2.1, 1.9, 1.0)]
     assert opposite == verdicts
+
+
+def test_a_verdict_needs_the_size_the_margin_and_several_runs():
+    sizes = [(31, 1), (28, 1), (11, 1), (1, 2), (-9, 2), (20, 25)]
+    verdicts = [paper.close(value, 31, limit) for value, limit in sizes]
+    assert verdicts[:3] == ["reproduced", "reproduced", "in part"]
+    assert verdicts[3:] == ["contradicted", "contradicted", "not testable"]
+    same = [paper.no_change(value, 0.4) for value in (0.5, -0.5, 0.8, 1.5, -1.5)]
+    assert same == ["reproduced", "reproduced", "not testable", "contradicted", "contradicted"]
+    assert paper.no_rise(-5, 0.4) == "reproduced" and paper.no_rise(1.5, 0.4) == "contradicted"
+    assert paper.row("x", "1", "reproduced", seeds=1)["verdict"] == "one run"
+    beyond = paper.row("x", "1", "beyond the paper", seeds=1)
+    assert (beyond["ours"], beyond["beyond"], beyond["verdict"]) == ("", "1", "beyond the paper")

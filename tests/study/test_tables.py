@@ -58,18 +58,45 @@ def test_noise_is_pooled_over_settings():
     table[PRICE] = [1.0, 2.0, 3.0, 5.0, 7.0, 9.0, 4.0, 8.0, 1.0]
     table["active_fraction"] = [0.1, 0.2, 0.4, 0.03, 0.03, 0.5, 0.99999, 1.0, 0.9]
     table["dead_fraction_train"] = [0.0, 0.0, 0.0, 0.25, 0.75, np.nan, 0.0, 0.5, 0.1]
+    table["tokens"], table["seed"] = 1000, range(9)
     noise = {column: analysis.seed_noise(table, column) for column in analysis.QUANTITIES}
     assert noise[PRICE] == (pytest.approx(math.sqrt((2 * 1 + 1 * 2 + 1 * 8) / 4)), 4)
     # Neither SiLU nor runs that are all equal.
     assert noise["active_fraction"] == (pytest.approx(math.log(2)), 2)
     assert noise["dead_fraction_train"] == (pytest.approx(0.5 / math.sqrt(2)), 1)
     # Student's t: 2.776445 at 97.5% with four degrees of freedom.
-    limit = 2.776445 * math.sqrt(3) * math.sqrt(1 + 1 / 3)
-    assert analysis.noise_limit(table, PRICE, 3, 1) == pytest.approx(limit, rel=1e-6)
+    limit = 2.776445 * math.sqrt(3) * math.sqrt(1 / 3)
+    assert analysis.noise_limit(table, PRICE, 3, np.inf) == pytest.approx(limit, rel=1e-6)
     alone = table.drop_duplicates(["choice", "l1_coefficient"])
     assert analysis.seed_noise(alone, PRICE)[1] == 0
     for rows, runs in ((table, 0), (alone, 3)):
         assert math.isnan(analysis.noise_limit(rows, PRICE, runs, 3))
+
+
+def test_settings_are_paired_by_seed():
+    """What all settings share of a seed is no noise; of other numbers of tokens it is another."""
+    random, rows = np.random.default_rng(SEED), []
+    for tokens in (50, 100):
+        shared = 10 * random.normal(size=3)
+        for setting in range(4):
+            for seed in range(3):
+                value = setting + shared[seed] + random.normal()
+                rows.append((tokens, f"{tokens}-{setting}", seed, value))
+    table = pd.DataFrame(rows, columns=["tokens", "choice", "seed", PRICE])
+    table = table.assign(l1_coefficient=0.0, active_fraction=0.1)
+    mean = table.groupby("choice")[PRICE].transform("mean")
+    rest = table[PRICE] - mean
+    rest -= rest.groupby([table["tokens"], table["seed"]]).transform("mean")
+    deviation, freedom = analysis.seed_noise(table, PRICE, paired=True)
+    assert freedom == 2 * 2 * 3 and deviation == pytest.approx(math.sqrt((rest**2).sum() / freedom))
+    assert analysis.seed_noise(table, PRICE)[0] > 3 * deviation
+
+
+def test_a_family_of_tests_is_corrected():
+    p = pd.Series([0.04, 0.001, np.nan, 0.02, 0.5])
+    assert analysis.holm(p).tolist()[:2] == [pytest.approx(0.08), pytest.approx(0.004)]
+    assert analysis.holm(p).tolist()[3:] == [pytest.approx(0.06), 0.5]
+    assert math.isnan(analysis.holm(p)[2])
 
 
 def answers(run, right, task="arc_easy", seed=0):
