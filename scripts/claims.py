@@ -1,4 +1,4 @@
-"""Write the numbers of `study.paper` into docs/claims.md and README: python scripts/claims.py"""
+"""Write the numbers of `study.paper` into docs and README: python scripts/claims.py"""
 
 import textwrap
 
@@ -66,7 +66,7 @@ def main() -> None:
     data = paper.Recorded(root)
     table = paper.table(data)
     pages = {"docs/claims.md": claims_page(table, data.subjects)}
-    pages["README.md"] = summary(table, data.readme)
+    pages |= {"README.md": summary(table, data.readme), "docs/report.md": f"{counts(table)}."}
     for page, content in pages.items():
         results.write_between(root / page, BEGIN, END, f"\n{content}\n\n")
 
