@@ -4,6 +4,7 @@ Every figure is built without pyplot. The same inputs give the same bytes.
 """
 
 import io
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -126,15 +127,36 @@ def sentence(about: str) -> str:
 
 
 def caption(figure: Figure, *sentences: str) -> None:
-    """Write below a finished figure what it needs to be read alone; the figure grows by that.
+    """Note in `figure.caption` what a figure needs to be read alone.
 
-    That is: model, L1 and tokens where no title has them, how often each point was run or measured
-    ("one run", "one call"), what bars and bands span, and terms. Empty sentences are left out.
+    That is: model, L1 and tokens, how often each point was run or measured ("one run", "one call"),
+    what bars and bands span, and terms. Empty sentences are left out.
     """
+    figure.caption = " ".join(sentence for sentence in sentences if sentence)
+
+
+def draw_title(figure: Figure, title: str, conditions: str = "") -> None:
+    """Write a message above a figure, and below it, smaller, what all panels share."""
+    width, height = 72 * figure.get_size_inches()  # points
+    large, small, spacing = 9, 6.5, 1.2
+    lines = _wrapped(title, 1.08 * large, width)  # bold letters are wider
+    shared = _wrapped(conditions, small, 0.95 * width) if conditions else []
+    room = math.ceil(len(shared) * small / large)
+    text, look = "\n".join([*lines, *room * [" "]]), {"ha": "left", "linespacing": spacing}
+    height += spacing * large * (len(lines) + room)
+    figure.set_figheight(height / 72)
+    # Without y, which would take it out of the layout.
+    figure.suptitle(text, x=0.01, fontsize=large, fontweight="bold", **look)
+    place = 0.01, 0.98 - len(lines) * spacing * large / height
+    look |= {"va": "top", "fontsize": small, "color": "0.35", "parse_math": False}
+    figure.text(*place, "\n".join(shared), **look)
+
+
+def draw_caption(figure: Figure) -> None:
+    """Write the caption below a finished figure, which grows by that."""
     width, height = figure.get_size_inches()
     size, margin = 6.5, 4  # points
-    text = " ".join(sentence for sentence in sentences if sentence)
-    text = text.replace(" = ", "\u00a0=\u00a0")  # no line breaks there
+    text = figure.caption.replace(" = ", "\u00a0=\u00a0")  # no line breaks there
     lines = _wrapped(text, size, 0.95 * (72 * width - 2 * margin))  # letters differ by resolution
     room = (1.3 * size * len(lines) + 2 * margin) / 72
     share = room / (height + room)
@@ -209,18 +231,26 @@ def save(figure: Figure, path: str | Path) -> Path:
 class Keep:
     """Saves the figures of a notebook in a folder, or nowhere.
 
-    folder: below the repository's root, None to save nothing. A call returns the figure, which the
-    notebook then shows and a reader can change; its label is its name.
+    folder: below the repository's root, None to save nothing. A call saves the picture and returns
+    the figure with its caption, which the notebook then shows and a reader can change; its label is
+    its name.
     """
 
     def __init__(self, folder: str | None) -> None:
         self.folder = folder
 
-    def __call__(self, figure: Figure | None, name: str) -> Figure | str:
-        """Save the figure under `name`; None returns the sentence that nothing is recorded."""
+    def __call__(self, figure: Figure | None, name: str, title: str = "") -> Figure | str:
+        """Save the figure under `name`; None returns the sentence that nothing is recorded.
+
+        title: its message, a sentence.
+        """
         if figure is None:
             return f"{name} is not drawn: nothing is recorded for it here."
         figure.set_label(name)
+        if title:
+            draw_title(figure, title, getattr(figure, "conditions", ""))
         if self.folder is not None:
             save(figure, results.root() / self.folder / name)
+        if getattr(figure, "caption", ""):
+            draw_caption(figure)
         return figure

@@ -35,7 +35,7 @@ def _model(table: pd.DataFrame) -> str:
 
 
 def _title(figure: Figure, table: pd.DataFrame, rest: str) -> None:
-    figure.suptitle(f"{_model(table)}; {rest}", fontsize=8)
+    figure.conditions = f"{_model(table)}; {rest}"
 
 
 def fig04_levels(table: pd.DataFrame) -> Figure:
@@ -137,7 +137,7 @@ def fig06_contributions(table: pd.DataFrame) -> Figure:
         ax.grid(False, axis="x")
         ax.legend(loc="upper right", ncols=2, handlelength=1, columnspacing=1, borderaxespad=0.2)
     tokens = f"{first['batch']:.0f} x {first['context']:,.0f} tokens; {first['level']:.3g} active"
-    figure.suptitle(f"{_model(table)}\n{tokens}".replace("; ", "\n", 1), fontsize=7.5)
+    figure.conditions = f"{_model(table)}; {tokens}"
     base.caption(
         figure,
         "Feed-forward layers, forward.",

@@ -149,7 +149,7 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         ax.set_xlabel("active neurons per token")
     for ax in axes[:, 0]:
         ax.set_ylabel("speed-up over dense\n(log scale)")
-    figure.suptitle(f"{_layer(table)}, forward", fontsize=8)
+    figure.conditions = f"{_layer(table)}, forward"
     _speed_legend(figure, names)
     sentences = _of_pattern(patterns), _CROSSED, _with_fp8(names), base.measured()
     base.caption(figure, *sentences)
@@ -182,7 +182,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
             base.plain(ax.xaxis)
     for ax in axes[-1]:
         ax.set_xlabel("active neurons per token")
-    figure.suptitle(f"{_layer(table)}; forward and backward", fontsize=8)
+    figure.conditions = f"{_layer(table)}; forward and backward"
     _speed_legend(figure, names, styles)
     terms = "Held: bytes that forward keeps for backward."
     base.caption(figure, _of_pattern(patterns), terms, _CROSSED, base.measured())
@@ -224,7 +224,7 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     for ax in axes[:, 0]:
         ax.set_ylabel("speed-up over dense\n(log scale)")
     title = f"{_layer(table)}, forward; {pattern} activity, {active:g} active"
-    figure.suptitle(title, fontsize=8)
+    figure.conditions = title
     _speed_legend(figure, names)
     turns = " Sets of weights take turns, so that they come from memory."
     eager = "Eager calls are beside the faster one of compiled and uncompiled dense."
@@ -286,7 +286,7 @@ def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame)
     left, right = row[0].get_xlim()
     row[0].set_xlim(left, right + 0.4 * (right - left))  # for the notes
     row[0].set_ylabel("speed over dense bf16")
-    figure.suptitle(f"speed: {layer['device'].iloc[0]}; quality: {judged}", fontsize=8)
+    figure.conditions = f"speed: {layer['device'].iloc[0]}; quality: {judged}"
     size, neurons = quality["parameters"].iloc[0] / 1e6, quality["active"].iloc[0]
     levels = " and ".join(f"{table['active'].iloc[0]:.0f}" for table in tables)
     base.caption(
