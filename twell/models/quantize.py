@@ -19,6 +19,8 @@ from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import why_called
 
 QUANTIZED = "gate_proj", "up_proj"
+
+
 @torch.no_grad()
 def quantize_(
     module: nn.Module, config: Float8DynamicActivationFloat8WeightConfig | None = None
