@@ -1,10 +1,5 @@
 """Text to tokens: documents of a source, a byte-level BPE, and blocks of a fixed length.
 
-    sources     documents of files and packages, and which are held out for validation
-    tokens      tokenizers, and tokenised text in a cache
-    passages    items of tasks, made from held-out text
-    blocks      `Blocks` in an order that the seed fixes, and `Stream` of a data set of the hub
-
 The order of the training blocks is a pure function of the seed and of the number of blocks drawn
 so far, so a position in the data is one integer. That of a stream is the state of its reader.
 The public names load at first use.

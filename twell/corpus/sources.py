@@ -65,7 +65,7 @@ def documents(source: str) -> Iterator[str]:
     for file in source_files(source):
         place = str(file)
         try:
-            for place, row in _rows(file):
+            for place, row in file_rows(file):
                 text = json.loads(row)["text"] if isinstance(row, bytes) else row
                 yield checked_text(text, place)
         except (ValueError, TypeError, KeyError, EOFError, lzma.LZMAError) as error:
@@ -83,7 +83,7 @@ def checked_text(text: str, name: str) -> str:
     return text
 
 
-def _rows(file: Path) -> Iterator[tuple[str, str | bytes | None]]:
+def file_rows(file: Path) -> Iterator[tuple[str, str | bytes | None]]:
     """Yield the place of each document in a file, for messages, and its text, or its JSON."""
     if file.name.endswith(".txt"):
         yield str(file), file.read_text(encoding="utf-8-sig")

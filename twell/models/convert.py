@@ -66,7 +66,8 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     A model whose activation makes no zeros, such as SiLU, is refused unless `relufy` is set. ReLU
     then replaces the activation, the model computes something else, and it needs training. Raises
     ValueError for a model without known feed-forward modules, and where a replacement would compute
-    something else. The model is then as it was.
+    something else; AttributeError where a module lacks what its adapter names. The model is then as
+    it was.
     """
     base = _without_peft(model)
     sites = adapters.sites(base)
@@ -224,9 +225,6 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
     if "forward" in vars(module) and "_hf_hook" not in vars(module):
         raise ValueError(f"a {kind} has a forward of its own, which SparseFFN would replace")
-    for name in (*adapter.projections, adapter.act, adapter.dropout):
-        if name is not None and not hasattr(module, name):
-            raise ValueError(f"the adapter of {kind} names {name!r}, which the module lacks")
     drop = None if adapter.dropout is None else getattr(module, adapter.dropout)
     if not isinstance(drop, nn.Dropout | None):
         raise ValueError(f"{adapter.dropout} of a {kind} is {drop}; expected an nn.Dropout")

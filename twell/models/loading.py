@@ -232,7 +232,6 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
 
 
 def _check_report(folder: Path, report: dict) -> None:
-    """Raise ValueError for weights that are missing, unknown or of another shape."""
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             keys = f"{problem.replace('_', ' ')}, such as {sorted(report[problem])[0]}"
