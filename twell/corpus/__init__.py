@@ -10,9 +10,8 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        ".sources": "HOLD_OUT_EVERY checked_text documents split",
+        ".sources": "HOLD_OUT_EVERY checked_text continuations documents last_words split",
         ".tokens": "Corpus END_OF_TEXT beginning encode load_tokenizer prepare train_tokenizer",
         ".blocks": "Blocks Stream",
-        ".passages": "continuations last_words",
     },
 )
