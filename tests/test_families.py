@@ -10,7 +10,7 @@ from tests.factories.inspector import unpack
 from tests.factories.models import family
 from twell import inspector, models, trace
 from twell.__main__ import main
-from twell.evaluate.adapter import LM
+from twell.evaluate.scores import LM
 from twell.inspector.side import Side
 
 TEXT = "ba de fun ba ba de"

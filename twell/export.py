@@ -65,12 +65,6 @@ A small model for looking at sparse activity, not for answers. What it writes is
 it repeats what its text holds. Nobody has checked it for bias.
 """
 
-# By whether transformers' Llama has such layers
-STOCK = {
-    True: "Without\ntwell, `LlamaForCausalLM` loads these weights and computes densely.",
-    False: "It needs twell:\n`LlamaForCausalLM` has other layers.",
-}
-
 
 @torch.no_grad()
 def export(run: str | Path, out: str | Path, *, text: str) -> Path:
@@ -141,14 +135,16 @@ def _card(
     steered = log.query("split == 'train' and metric == 'threshold'")["value"]
     threshold = [row.get("threshold") or 0, *steered][-1]
     teacher = row.get("teacher")  # whose licence holds for the weights
-    is_stock = bool(row["gated"] and row["activation"] in ("relu", "silu") and not threshold)
+    stock = "It needs twell:\n`LlamaForCausalLM` has other layers."
+    if row["gated"] and row["activation"] in ("relu", "silu") and not threshold:
+        stock = "Without\ntwell, `LlamaForCausalLM` loads these weights and computes densely."
     return CARD.format(
         row=row,
         start=start,
         license="" if teacher else "license: apache-2.0\n",
         name=out.resolve().name,
         teacher=f" It began as `{Path(teacher).name}`, and learnt from it." if teacher else "",
-        stock=STOCK[is_stock],
+        stock=stock,
         millions=row["parameters"] / 1e6,
         active=active,
         share=share,

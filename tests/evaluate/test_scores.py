@@ -15,7 +15,7 @@ from tests.factories.evaluate import brute_force
 from tests.factories.train import write_pretrained
 from twell import evaluate, results
 from twell.__main__ import main
-from twell.evaluate import adapter
+from twell.evaluate.scores import LM
 from twell.sparse.float8 import Float8Linear
 
 SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
@@ -119,7 +119,7 @@ WAYS = [("reference", 7, None), ("dense", 1, "FP8")]
 
 @pytest.mark.parametrize(("backend", "batch_size", "dtype"), WAYS)
 def test_log_likelihoods_are_those_of_the_model(tiny_run, random, backend, batch_size, dtype):
-    lm = adapter.LM(tiny_run, batch_size, device=CPU, backend=backend, dtype=dtype)
+    lm = LM(tiny_run, batch_size, device=CPU, backend=backend, dtype=dtype)
     kind = torch.bfloat16 if dtype == "FP8" else None
     model, tokenizer = twell.load(tiny_run, backend=backend, dtype=kind)
     assert lm.model.dtype == model.dtype
@@ -149,7 +149,7 @@ def test_the_original_of_a_relufied_model(tiny_text, tmp_path):
     record = evaluate.run(folder, text=str(tiny_text), limit=3)
     expected = {"hidden_act": "silu", "num_hidden_layers": 2, "intermediate_size": 96}
     assert expected.items() <= record["model"].items() and record["backend"] == "dense"
-    assert type(adapter.LM(folder, 2, device=CPU).model) is LlamaForCausalLM
+    assert type(LM(folder, 2, device=CPU).model) is LlamaForCausalLM
     for options, named in (({"backend": "reference"}, "'reference'"), ({"dtype": "FP8"}, "FP8")):
         with pytest.raises(ValueError, match=named):
             evaluate.run(folder, **options)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from tests.factories import models as factory
 from tests.factories.models import DEVICE, assert_same, make, needs_triton, step, tokens
 from twell.models import SparseLlamaForCausalLM, intervene, load, silence
 from twell.models.llama import CODE
@@ -57,11 +56,6 @@ def test_reference_backend_gives_the_same_text_and_gradients():
     generated = model.generate(x[:, :4], max_new_tokens=12, do_sample=False)
     model.set_ffn_backend("dense")
     assert torch.equal(generated, model.generate(x[:, :4], max_new_tokens=12, do_sample=False))
-    given = factory.calibration()
-    model.set_ffn_backend("auto", given)
-    model.set_ffn_backend("dense")
-    model.set_ffn_backend("auto")
-    assert all(ffn.calibration is given for ffn in model.ffns)
 
 
 @needs_triton

@@ -50,25 +50,23 @@ def flag(name: str, text: str, panel: str | None = None):
     return option(text, panel, name=name)
 
 
-def argument(name: str, text: str):
+def argument(name: str, text: str, **settings):
     """Return a Typer argument with a help text."""
-    return typer.Argument(metavar=name, help=text)
+    return typer.Argument(metavar=name, help=text, **settings)
 
 
 MODEL = "A run, a folder with a model and its tokenizer, or a name on the Hugging Face hub."
-OVERRIDES = "Fields of the configuration to change, such as l1_coefficient=3e-4."
 STATISTICS = (
     "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in the model's "
     "folder."
 )
-CONFIG = "A YAML file, or one of the package's configurations."
 Model = Annotated[str, argument("MODEL", MODEL)]
-Config = Annotated[str, argument("CONFIG", CONFIG)]
+Config = Annotated[str, argument("CONFIG", "A YAML file, or one of the package's own by name.")]
 Text = Annotated[str | None, option("The text itself.", INPUT)]
 File = Annotated[Path | None, option("A UTF-8 text file.", INPUT)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help=OVERRIDES, show_default=False),
+    argument("KEY=VALUE", "Fields to change, such as l1_coefficient=3e-4.", show_default=False),
 ]
 Overwrite = Annotated[bool, flag("--overwrite", "Replace what is already there.", OUTPUT)]
 Resume = Annotated[bool, flag("--resume", "Go on from the run's checkpoint.")]

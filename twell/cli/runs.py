@@ -7,17 +7,17 @@ from typing import Annotated
 
 from twell.cli.common import OUTPUT, RUNS, argument, option
 
-OUT = "A Markdown file: replace the list in it instead of printing one."
 BEGIN = "<!-- runs: python -m twell runs data/runs --out data/README.md -->"
 END = "<!-- end of runs -->"
 COLUMNS = "run,parameters,tokens,L1,seed,validation (nats),active,dead,tokens/s,device,weights"
-TEXT = 0, 9, 10  # the columns of words
 
 
 def runs(
     folder: Annotated[Path, argument("DIR", "The folder of runs.")] = RUNS,
     pattern: Annotated[str, option("Only runs whose names fit.")] = "*",
-    out: Annotated[Path | None, option(OUT, OUTPUT, metavar="FILE")] = None,
+    out: Annotated[
+        Path | None, option("A Markdown file: replace its list.", OUTPUT, metavar="FILE")
+    ] = None,
 ) -> None:
     """List runs, also in folders below: size, tokens, L1, loss, activity, speed and weights."""
     from twell import results, tables
@@ -40,7 +40,7 @@ def runs(
             _weights(Path(paths[run.run])),
         ]
         rows.append(cells)
-    table = tables.markdown(rows, TEXT)
+    table = tables.markdown(rows, left=(0, 9, 10))  # the columns of words
     if out is None:
         print(table)
         return
@@ -54,7 +54,6 @@ def _short(value: float, digits: int) -> str:
 
 
 def _weights(run: Path) -> str:
-    """Return which weights a run's folder holds."""
     if (run / "model" / "config.json").is_file():
         return "model"
     return "checkpoint" if any(run.glob("checkpoint*")) else "–"

@@ -1,10 +1,5 @@
 """Text to tokens: documents of a source, a byte-level BPE, and blocks of a fixed length.
 
-    sources     documents of files and packages, and which are held out for validation
-    tokens      tokenizers, and tokenised text in a cache
-    passages    items of tasks, made from held-out text
-    blocks      `Blocks` in an order that the seed fixes, and `Stream` of a data set of the hub
-
 The order of the training blocks is a pure function of the seed and of the number of blocks drawn
 so far, so a position in the data is one integer. That of a stream is the state of its reader.
 The public names load at first use.
@@ -15,9 +10,8 @@ from twell.lazy import hand_on
 __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
-        ".sources": "HOLD_OUT_EVERY checked_text documents split",
+        ".sources": "HOLD_OUT_EVERY checked_text continuations documents last_words split",
         ".tokens": "Corpus END_OF_TEXT beginning encode load_tokenizer prepare train_tokenizer",
         ".blocks": "Blocks Stream",
-        ".passages": "continuations last_words",
     },
 )

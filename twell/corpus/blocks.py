@@ -101,7 +101,6 @@ class Stream:
         self.place: dict | None = None  # restored, until a document is read
 
     def _encoded(self, stream) -> Iterator[list[int]]:
-        """Yield each document's tokens."""
         for row in stream:
             if not isinstance(text := row.get("text"), str):
                 seen = f"one is {text!r}" if "text" in row else f"it has {', '.join(row)}"

@@ -188,7 +188,6 @@ def _tokenize(
     vocab_size: int,
     parse_special: bool,
 ) -> dict[str, np.ndarray]:
-    """Return the tokens of the parts "train" and "valid"."""
     empty = np.empty(0, np.uint16 if vocab_size <= 2**16 else np.uint32)
     pieces = {"train": [empty], "valid": [empty]}
     while batch := list(itertools.islice(texts, ENCODED_TOGETHER)):

@@ -7,7 +7,7 @@ Prompts, scoring and metrics are lm-eval's. Three folders have further task defi
     tasks/hub      CommonsenseQA scored like the other tasks, which lm-eval lacks
     tasks/local    the paper's tasks for files on disk, with lm-eval's prompts and metrics
 
-`adapter` lets lm-eval run our models, `tasks` loads tasks and their items, `scores` runs both.
+`tasks` loads tasks and their items; `scores` lets lm-eval run them on our models.
 """
 
 try:

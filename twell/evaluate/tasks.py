@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from twell import corpus, results
 from twell.config import TrainConfig
+from twell.corpus.sources import file_rows
 
 TASKS = Path(__file__).parents[1] / "tasks"
 OF_OURS = {"held_out_continuation"}  # needs no task of lm-eval
@@ -84,10 +84,8 @@ def local_docs(
         raise FileNotFoundError(f"{data} has to hold one file {file}; it holds {seen}")
     expected = f'{{"query": text{f" with {blank!r}" if blank else ""}, "choices": '
     expected += f'[{num_choices or "two or more"} texts], "gold": index of the right one}}'
-    items, lines = [], paths[0].read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    items = []
+    for place, line in file_rows(paths[0]):
         try:
             item = json.loads(line)
             query, choices, gold = item["query"], item["choices"], item["gold"]
@@ -97,8 +95,7 @@ def local_docs(
         except (ValueError, KeyError, TypeError):
             fits = False
         if not fits:
-            where = f"{paths[0]}, line {number}"
-            raise ValueError(f"{where} is {line[:80]!r}; expected {expected}")
+            raise ValueError(f"{place} is {line[:80]!r}; expected {expected}")
         items.append({"query": query, "choices": choices, "gold": gold})
     if not items:
         raise ValueError(f"{paths[0]} is empty; expected an item a line")

@@ -1,14 +1,5 @@
 """Language models with sparse feed-forward layers.
 
-llama       SparseLlamaForCausalLM: transformers' Llama with SparseFFN layers
-convert     sparsify and densify models, in place
-adapters    where the feed-forward layers of other models are, and what they compute
-intervene   silence layers and neurons, scale neurons, set their value
-order       similar tokens side by side
-l1          the L1 term of each layer, and which tokens of a batch are padding
-quantize    FP8 weights for these layers, and back
-loading     save models, and load them from every layout
-
 Importing this package registers SparseLlamaForCausalLM with transformers' `AutoConfig` and
 `AutoModelForCausalLM`. `twell.model` is its public name.
 """

@@ -94,14 +94,10 @@ BUILT_IN = {
     "t5.T5DenseGatedActDense": Adapter("wi_1", "wo", gate="wi_0", **_T5),
 }
 SPARSIFIABLE = tuple(dict.fromkeys(name.partition(".")[0] for name in BUILT_IN))
-
-
-def _in_transformers(name: str) -> str:
-    family, _, kind = name.partition(".")
-    return f"transformers.models.{family}.modeling_{family}.{kind}"
-
-
-ADAPTERS = {_in_transformers(name): adapter for name, adapter in BUILT_IN.items()}
+ADAPTERS = {
+    "transformers.models.{0}.modeling_{0}.{1}".format(*name.split(".")): adapter
+    for name, adapter in BUILT_IN.items()
+}
 KNOWN = {nn.ReLU: "relu", F.relu: "relu", torch.relu: "relu", ReLUSquaredActivation: "relu2"}
 KNOWN_NAMES = "nn.ReLU, nn.Threshold, F.relu, torch.relu and transformers' ReLUSquaredActivation"
 
@@ -251,11 +247,3 @@ def sparse_class(kind: type[nn.Module], adapter: Adapter) -> type[nn.Module]:
     fields = {"forward": forward, "_dense_class": kind}
     about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind)(kind.__name__, (kind,), fields | about)
-
-
-@dataclass
-class Replaced:
-    """What a SparseFFN computes for: a module, which it replaces or which holds it."""
-
-    adapter: Adapter
-    module: nn.Module | None = None  # the replaced one

@@ -17,15 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twell.models import adapters
-from twell.models.adapters import (
-    KNOWN_NAMES,
-    PARTS,
-    SLOT,
-    SPARSIFIABLE,
-    OwnedFFN,
-    Replaced,
-    Site,
-)
+from twell.models.adapters import KNOWN_NAMES, PARTS, SLOT, SPARSIFIABLE, OwnedFFN, Site
 from twell.sparse.activations import ACTIVATIONS, RELU
 from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import CALLED_WITH, HOOKS
@@ -74,7 +66,8 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
     A model whose activation makes no zeros, such as SiLU, is refused unless `relufy` is set. ReLU
     then replaces the activation, the model computes something else, and it needs training. Raises
     ValueError for a model without known feed-forward modules, and where a replacement would compute
-    something else. The model is then as it was.
+    something else; AttributeError where a module lacks what its adapter names. The model is then as
+    it was.
     """
     base = _without_peft(model)
     sites = adapters.sites(base)
@@ -124,7 +117,7 @@ def densify(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo"
         )
     for owner, _, ffn in places:
-        if ffn.replaced.module is None and "_dense_class" not in vars(type(owner)):
+        if ffn.replaced[1] is None and "_dense_class" not in vars(type(owner)):
             raise ValueError(f"a {type(owner).__name__} was sharded; densify the model before that")
     if any(ffn.quantized for _, _, ffn in places):
         raise ValueError("the model has FP8 weights; twell.dequantize_ puts bf16 back first")
@@ -140,9 +133,9 @@ def _without_peft(model: nn.Module) -> nn.Module:
 
 def last_norm(model: PreTrainedModel) -> nn.Module | None:
     """Return the norm before the head of a model with SparseFFN layers; None where it has none."""
-    replaced = sparse_ffns(model)[0].replaced
+    adapter, _ = sparse_ffns(model)[0].replaced or (None, None)
     norm = model.base_model
-    for name in ("norm" if replaced is None else replaced.adapter.norm).split("."):
+    for name in ("norm" if adapter is None else adapter.norm).split("."):
         norm = getattr(norm, name, None)
     return norm
 
@@ -168,7 +161,7 @@ def _around(site: Site) -> SparseFFN:
             setattr(ffn, name, getattr(module, name))
         if adapter.dropout is not None:
             ffn.h_dropout = getattr(module, adapter.dropout)
-    ffn.replaced = Replaced(adapter, None if adapter.renamed else module)
+    ffn.replaced = adapter, None if adapter.renamed else module
     ffn.training = module.training
     return ffn
 
@@ -204,7 +197,7 @@ def hand_mover(giver: nn.Module, taker: nn.Module) -> None:
 @torch.no_grad()
 def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
     """Undo `_replace`, with the present projections and hooks."""
-    adapter, module, down = ffn.replaced.adapter, ffn.replaced.module, ffn.down_proj
+    (adapter, module), down = ffn.replaced, ffn.down_proj
     if module is None:
         module = owner
         delattr(module, SLOT)
@@ -232,9 +225,6 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
     if "forward" in vars(module) and "_hf_hook" not in vars(module):
         raise ValueError(f"a {kind} has a forward of its own, which SparseFFN would replace")
-    for name in (*adapter.projections, adapter.act, adapter.dropout):
-        if name is not None and not hasattr(module, name):
-            raise ValueError(f"the adapter of {kind} names {name!r}, which the module lacks")
     drop = None if adapter.dropout is None else getattr(module, adapter.dropout)
     if not isinstance(drop, nn.Dropout | None):
         raise ValueError(f"{adapter.dropout} of a {kind} is {drop}; expected an nn.Dropout")

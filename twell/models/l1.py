@@ -14,10 +14,6 @@ from twell.models.convert import sparse_ffns
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
 
-TWO_PARTS = (
-    "an encoder and a decoder see tokens of their own, which one mask or number does not fit; "
-    "collect the terms of model.encoder and of model.decoder"
-)
 NO_GRADIENT = (
     "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; use "
     "model.gradient_checkpointing_enable({'use_reentrant': False}). Where torch.no_grad() is "
@@ -146,7 +142,10 @@ def means(
     device = terms[0].device  # a device map may place layers on several
     if len({term.shape for term in terms}) > 1:
         if token_mask is not None or num_tokens is not None:
-            raise ValueError(TWO_PARTS)
+            raise ValueError(
+                "an encoder and a decoder see tokens of their own, which one mask or number does "
+                "not fit; collect the terms of model.encoder and of model.decoder"
+            )
         return torch.stack([means([term], None, None)[0].to(device) for term in terms])
     per_token = torch.stack([term.to(device) for term in terms])
     counted = per_token[0].numel()

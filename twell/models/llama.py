@@ -30,7 +30,6 @@ from transformers.utils import can_return_tuple
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
 from twell.models.l1 import L1Terms, divisor, means, token_mask
 from twell.models.quantize import note_quantization, quantization_of
-from twell.sparse.calibration import Calibration
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import is_exporting
 
@@ -193,12 +192,10 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         """The feed-forward layers in order; where peft wraps a layer, also its copies."""
         return _ffns(self.model)
 
-    def set_ffn_backend(self, backend: str, calibration: Calibration | None = None) -> None:
-        """Set the backend of every feed-forward layer, and the calibration of "auto", if given."""
+    def set_ffn_backend(self, backend: str) -> None:
+        """Set the backend of every feed-forward layer."""
         for ffn in self.ffns:
             ffn.backend = backend
-            if calibration is not None:
-                ffn.calibration = calibration
         self.config.ffn_backend = backend
 
     @can_return_tuple

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -233,7 +232,6 @@ def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
 
 
 def _check_report(folder: Path, report: dict) -> None:
-    """Raise ValueError for weights that are missing, unknown or of another shape."""
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             keys = f"{problem.replace('_', ' ')}, such as {sorted(report[problem])[0]}"
@@ -342,31 +340,12 @@ def _empty_llama(config: SparseLlamaConfig) -> SparseLlamaForCausalLM:
 
 
 def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
-    """Return the weights in a folder with Llama's names, without a tied head."""
-    tensors, in_fp8 = _read_tensors(folder, config), ()
-    if getattr(config, "quantization_config", None) is not None:
-        in_fp8 = "gate_proj.weight", "up_proj.weight"
-    for name, tensor in tensors.items():
-        types = (FLOAT8,) if name.endswith(in_fp8) else DTYPES
-        if tensor.dtype not in types:
-            expected = FLOAT8 if types == (FLOAT8,) else f"one of {DTYPE_NAMES}"
-            raise _wrong(folder, name, f"type {tensor.dtype}", expected)
-    if config.tie_word_embeddings:
-        head = tensors.pop(HEAD, None)
-        if head is not None and not torch.equal(head, tensors.get(EMBEDDING, head)):
-            raise ValueError(f"{folder}: {HEAD} differs from {EMBEDDING}; config.json ties them")
-    return tensors
-
-
-def _wrong(folder: Path, name: str, given: str, expected: Any) -> ValueError:
-    return ValueError(f"{folder}: the tensor {name} has {given}; expected {expected}")
-
-
-def _read_tensors(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
-    """Return the tensors of either layout with Llama's names and shapes."""
+    """Return the tensors of either layout with Llama's names and shapes, without a tied head."""
     fields = read_json(folder / "config.json")
     hybrid = fields.get(HYBRID) is True and fields.get("model_type") != SparseLlamaConfig.model_type
     turned = {"gate_weight" if config.gated_mlp else "up_weight", "down_weight"}
+    quantized = getattr(config, "quantization_config", None) is not None
+    in_fp8 = ("gate_proj.weight", "up_proj.weight") if quantized else ()
     tensors: dict[str, Tensor] = {}
     for file in _files(folder, getattr(config, "transformers_weights", None)):
         if not file.is_file():
@@ -382,14 +361,21 @@ def _read_tensors(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
             if match := PAPER_WEIGHT.search(name):
                 weight = PAPER_WEIGHT.sub(r".mlp.\2_proj.weight", name)
                 transposed = match[1] in turned
-                if tensor.dim() != 2:
-                    raise _wrong(folder, name, f"shape {tuple(tensor.shape)}", "a matrix")
             if weight in tensors:
                 raise ValueError(f"{file}: {name} would be {weight} twice; take one of them out")
-            finite = tensor.float() if tensor.dtype == FLOAT8 else tensor
-            if tensor.dtype in (*DTYPES, FLOAT8) and not finite.isfinite().all():
+            is_fp8 = weight.endswith(in_fp8)
+            if tensor.dtype not in ((FLOAT8,) if is_fp8 else DTYPES):
+                expected = FLOAT8 if is_fp8 else f"one of {DTYPE_NAMES}"
+                has = f"the tensor {name} has type {tensor.dtype}"
+                raise ValueError(f"{file}: {has}; expected {expected}")
+            if not (tensor.float() if is_fp8 else tensor).isfinite().all():
                 raise ValueError(f"{file}: the tensor {name} has NaN or infinite values")
-            tensors[weight] = tensor.t().contiguous() if transposed else tensor
+            # Of another number of dimensions it stays the wrong shape, which transformers reports.
+            tensors[weight] = tensor.transpose(0, -1).contiguous() if transposed else tensor
+    if config.tie_word_embeddings:
+        head = tensors.pop(HEAD, None)
+        if head is not None and not torch.equal(head, tensors.get(EMBEDDING, head)):
+            raise ValueError(f"{folder}: {HEAD} differs from {EMBEDDING}; config.json ties them")
     return tensors
 
 

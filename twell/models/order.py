@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from twell.sparse.order import TokenOrder, similar_side_by_side
 MIN_TOKENS = 4096
 
 
-class OrderedTokens:
+class OrderedTokens(AbstractContextManager):
     """What `order_tokens` returns: `remove()` undoes it, as does the end of a `with` block."""
 
     def __init__(self, model: nn.Module, clusters: int):
@@ -46,9 +48,6 @@ class OrderedTokens:
             handle.remove()
         for ffn in self.ffns:
             ffn.token_order = None
-
-    def __enter__(self) -> OrderedTokens:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.remove()

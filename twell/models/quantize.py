@@ -19,6 +19,8 @@ from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import why_called
 
 QUANTIZED = "gate_proj", "up_proj"
+
+
 @torch.no_grad()
 def quantize_(
     module: nn.Module, config: Float8DynamicActivationFloat8WeightConfig | None = None
@@ -127,15 +129,6 @@ def dequantize_(module: nn.Module) -> None:
 # --- files
 
 
-def empty_quantized(module: nn.Module) -> None:
-    """Give every SparseFFN layer FP8 weights without values."""
-    for ffn in sparse_ffns(module):
-        for name, part in _parts(ffn):
-            shape = part.in_features, part.out_features
-            setattr(ffn, name, Float8Linear(*shape, part.bias, part.weight.device))
-        ffn.chooser.quantized = True
-
-
 def quantization_of(module: nn.Module) -> Any:
     """Return what config.json says of a model's weights: FP8, another quantisation, or None."""
     in_fp8 = {ffn.quantized for ffn in sparse_ffns(module)}
@@ -172,7 +165,11 @@ class _Quantizer(HfQuantizer):
         return True
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        empty_quantized(model)
+        for ffn in sparse_ffns(model):
+            for name, part in _parts(ffn):  # weights without values
+                shape = part.in_features, part.out_features
+                setattr(ffn, name, Float8Linear(*shape, part.bias, part.weight.device))
+            ffn.chooser.quantized = True
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         self.remove_quantization_config(model)  # the layers are those of `quantize_`

@@ -5,14 +5,6 @@ clipping. The L1 term is added to the cross-entropy, and nothing else differs fr
 baseline. Accelerate spreads a step over processes: DDP, or FSDP2 by `accelerate launch --use_fsdp
 --fsdp_version 2`. The seed and the number of a step decide its text.
 
-    start           `train`: holds the lock of the folder, checks it, runs the loop
-    loop            the run: model, optimiser, steps, rows, validations, Ctrl-C
-    text            the tokens of a run and their hashes; loss and activity on held-out text
-    dead            dead neurons: windows and remedies
-    steer           steers activity to the wanted share
-    relufy          a pretrained model that learns from itself, with ReLU
-    checkpoint      the last two checkpoints
-
 The public functions load at first use.
 """
 

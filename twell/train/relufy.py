@@ -77,7 +77,7 @@ class Student(nn.Module):
         hidden_weight: float = 0.0,
     ):
         super().__init__()
-        self.student, self.teacher = student, (teacher,)
+        self.student, self.teacher, self.config = student, (teacher,), student.config
         self.l1_coefficient, self.hidden_weight = l1_coefficient, hidden_weight
         self.losses, self.distance = _losses, _distance
         self.outputs: tuple[list[Tensor], ...] = [], []  # of the student's and teacher's layers
@@ -101,10 +101,6 @@ class Student(nn.Module):
     @property
     def model(self) -> nn.Module:
         return self.student.base_model
-
-    @property
-    def config(self):
-        return self.student.config
 
     @property
     def device(self) -> torch.device:

@@ -87,16 +87,12 @@ def hold(folder: Path) -> Iterator[None]:
 
     The operating system releases the lock when a process ends, so the file of a killed process
     stops nobody. Makes the folder if needed, and removes it again if it stays empty. Raises
-    FileExistsError, naming the process, when another one holds it.
+    FileExistsError when the folder is a file or another process, by name, holds it.
     """
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"{folder} is a file; a run is a folder")
-    new = not folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / results.LOCK
+    new, path = not folder.is_dir(), folder / results.LOCK
     lock = filelock.FileLock(path, blocking=False)
     try:
-        lock.acquire()
+        lock.acquire()  # makes the folder
     except filelock.Timeout:
         holder = path.read_text().strip() or "another process"  # it may have just begun
         raise FileExistsError(f"{folder} is held by {holder} ({path})") from None
