@@ -86,7 +86,7 @@ def shown(cell: Cell, heading: str) -> list[str]:
         tracked = (ROOT / "figures" / name).is_file()
         path = f"../../figures/{name}" if tracked else name
         blocks.append(f"![{heading}]({path})")
-        if tracked and cell.value.caption:  # others were saved with it
+        if tracked and getattr(cell.value, "caption", ""):  # others were saved with it
             blocks.append(f"*{cell.value.caption.replace('*', chr(92) + '*')}*")
     elif WIDGET in cell.shown:
         words = "The view needs a running notebook. [The inspector](../inspector.md) shows it."
