@@ -34,7 +34,6 @@ from twell.kernels import entries, union, weight_gradients
 from twell.kernels.common import Gradients, cdiv, round_up
 from twell.kernels.entries import UnionSaved
 from twell.kernels.gate import gate_bits
-from twell.kernels.weight_gradients import Step
 from twell.sparse.activations import Weights
 
 BLOCK = 64  # tokens that share a union
@@ -97,13 +96,14 @@ def backward(
 
     dh, du and dg are rounded to x.dtype, sums are in fp32.
     """
-    dx, d_gate, d_up, d_down, d_b_gate, d_b_up = gradients
+    dx = gradients.x
     unions = union.Unions(saved.lists, saved.counts, saved.queue)
     # du and, gated, dg over the unions; then the backup's dense rows.
     scratch = x.new_empty(1 + weights.gated, saved.lists.numel(), BLOCK)
     du, dg = scratch[0], scratch[1] if weights.gated else None
     entry_gradients = None
-    if any(gradient is not None for gradient in (d_gate, d_up, d_b_gate, d_b_up)):
+    of_entries = gradients.w_gate, gradients.w_up, gradients.b_gate, gradients.b_up
+    if any(gradient is not None for gradient in of_entries):
         entry_gradients = torch.empty(len(saved.entries), dtype=torch.int32, device=x.device)
     if dx is not None or entry_gradients is not None:
         # Non-gated, every active h is above 0, and the L1 term joins dh before it is rounded. The
@@ -115,9 +115,4 @@ def backward(
     if dx is not None:
         second = (dg, weights.w_gate) if weights.gated else None
         union.down(du, weights.w_up, None, unions, dx, second)
-    step = Step(x, dy, saved, entry_gradients, weights.gated, weights.act, gradients)
-    if d_b_gate is not None or d_b_up is not None:
-        weight_gradients.of_biases(step)
-    if any(gradient is not None for gradient in (d_gate, d_up, d_down)):
-        weight_gradients.from_backup(step, scratch)
-        weight_gradients.from_lists(step)
+    weight_gradients.backward(x, dy, saved, entry_gradients, weights, scratch, gradients)
