@@ -124,7 +124,7 @@ def _reference(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
     tensors, act = (x, *weights[:2], weights.w_down_t.t(), *weights[3:6]), ffn.act
     with _without_autocast(rows):
         if ffn.quantized:
-            return Result(float8.ffn(*tensors, x_scale, weights.s_gate, weights.s_up, act=act))
+            return Result(float8.ffn(x, weights, x_scale))
         if wants.l1 or torch.is_grad_enabled():
             y, l1, active = reference.union_train(*tensors, act=act)
         else:

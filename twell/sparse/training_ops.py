@@ -116,7 +116,7 @@ class TrainPath:
     def check(self, x, *rest) -> Activation:
         """The activation, after all checks."""
         *tensors, token_mask, capacity, name, threshold = rest
-        check_tensors(x, *tensors)
+        check_tensors(x, Weights(*tensors))
         act = get_activation(name, threshold, gated=tensors[0] is not None, sparse=True)
         if act != RELU and self.path is hybrid:
             raise ValueError(
