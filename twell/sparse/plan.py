@@ -120,7 +120,7 @@ class Chooser:
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "_counters", "_of_class", "_copy", "_choices", "_paths", "_warm", "_quick", "plans"
+        own = "_counters", "_of_class", "_copy", "_paths", "_warm", "_quick", "plans"
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,7 +140,6 @@ class Chooser:
             calibration.check_shape(*self.shape)
             calibration.check_precision(self._quantized)
         self._calibration = calibration
-        self._choices.clear()
         self._make_plan()
 
     @property
@@ -210,7 +209,6 @@ class Chooser:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         if name != self.device_name:
             self.device_name = name
-            self._choices.clear()
             self._make_plan()
 
     def choose(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Choice:
@@ -270,8 +268,6 @@ class Chooser:
     # --- the plans
 
     def _forget_plans(self) -> None:
-        # By power: observation, and paths by situation.
-        self._choices: dict[int, tuple[Any, dict[str, str]]] = {}
         self.plans: dict[str, tuple[tuple[int, str], ...]] = {}
         # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
         self._paths: dict[str, list[str]] = {}
@@ -284,15 +280,12 @@ class Chooser:
             *self.shape, self._quantized, self.device_name or ""
         )
         activities = {size: self._activity(size, calibration) for size in CLASSES}
+        dense, choices = dict.fromkeys(SITUATIONS, "dense"), []
         for power in POWERS:
             activity = activities[min(power, BLOCK)]
-            if power not in self._choices or self._choices[power][0] != activity:
-                paths = dict.fromkeys(SITUATIONS, "dense")
-                if activity is not None:
-                    paths = calibration.choices(power, *activity)
-                self._choices[power] = activity, paths
+            choices.append(dense if activity is None else calibration.choices(power, *activity))
         for situation in SITUATIONS:
-            paths = [self._choices[power][1][situation] for power in POWERS]
+            paths = [choice[situation] for choice in choices]
             same = groupby(zip(POWERS, paths, strict=True), key=itemgetter(1))
             self._paths[situation] = paths
             self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
