@@ -99,15 +99,21 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
 
 
 def replayed(ffn: nn.Module, x: Tensor, path: str) -> Tensor | None:
-    """Return y of an eager call by a path of "auto" that is a CUDA graph already; else None."""
+    """Return y of an eager call by a path of "auto" that is a CUDA graph already; else None.
+
+    Such a call has passed the checks of `ops.sparse_ffn` before.
+    """
     readable = ffn.token_order is None and why_dense(ffn.parts) is None
     if torch.is_grad_enabled() or not x.is_cuda or not readable:
         return None
     from twell.sparse import ops
 
-    rows, weights, _ = operands(ffn, x.reshape(-1, x.shape[-1]))
+    here = x.get_device() == torch.cuda.current_device()
+    if not (here and ops.is_eager(x) and ops.replay.fits(rows := x.reshape(-1, x.shape[-1]))):
+        return None
+    rows, weights, _ = operands(ffn, rows)
     activity = ffn.chooser.activity_of(path, len(rows), rows.device)
-    y = ops.replayed(rows, weights, path, activity)
+    y = ops.replay.ffn(ops.PATHS[path], rows, weights, activity, captures=False)
     if y is None:
         return None
     ffn.chooser.count(len(rows))

@@ -134,16 +134,6 @@ def _compute(
         return PATHS[path](x, weights, x_scale, activity=activity, out=out)
 
 
-def replayed(x: Tensor, weights: Weights, path: str, activity: Tensor | None) -> Tensor | None:
-    """`sparse_ffn` without its checks, where such a call has passed them and is a graph; or None.
-
-    x and the weights are on one device.
-    """
-    if not is_eager(x) or x.get_device() != torch.cuda.current_device() or not replay.fits(x):
-        return None
-    return replay.ffn(PATHS[path], x, weights, activity, captures=False)
-
-
 def choose(num_tokens: int) -> str:
     """The sparse path for so many tokens: "decode" up to 512, else "union".
 
