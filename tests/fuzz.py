@@ -283,7 +283,7 @@ def relative_rms_of_dense(tensors: Tensors, expected: Tensor, act: Activation = 
     """Relative RMS error of the dense layer in the storage type, over entries finite in both."""
     if "x_scale" in tensors:
         x, *rest = (tensors.get(name) for name in ops.TENSORS)
-        weights, x_scale = ops.weights_of(act, *rest)
+        weights, x_scale = ops.weights_of(act.name, act.threshold, *rest)
         y = float8.dense(x, weights, x_scale).double()
     else:
         y = reference.ffn(**tensors, act=act).double()

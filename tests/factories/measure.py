@@ -120,7 +120,7 @@ def active_entries(model, tokens):
 def run(path, x, *tensors, activity=None, act=RELU):
     """The sparse paths by dense products."""
     if tensors[1].dtype == float8.FLOAT8:
-        weights, x_scale = ops.weights_of(act, *tensors)
+        weights, x_scale = ops.weights_of(act.name, act.threshold, *tensors)
         return float8.ffn(x, weights, x_scale)
     return reference.ffn(x, *tensors, act=act)
 

@@ -95,11 +95,6 @@ def wide(values: Tensor, scale: Tensor) -> Tensor:
     return values.double() * scale.double()[..., None]
 
 
-def widen(values: Tensor, scale: Tensor) -> Tensor:
-    """Return values * scale [M, K], rounded to bf16."""
-    return (values.float() * scale[:, None]).bfloat16()
-
-
 def _padded(w: Tensor) -> Tensor:
     """The rows of w and rows of zeros, up to a multiple of MULTIPLE."""
     rows = w.new_zeros(-len(w) % MULTIPLE, w.shape[1], dtype=torch.uint8)
@@ -165,6 +160,15 @@ def dense(x: Tensor, weights: Weights, x_scale: Tensor | None = None) -> Tensor:
     return nn.functional.linear(h, weights.w_down_t.t(), weights.b_down)
 
 
+def refuse_values(ffn: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Refuse FP8 values for a layer's bf16 weights: without scales they mean nothing. A hook."""
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = state_dict.get(f"{prefix}{name}.weight")
+        in_fp8 = weight is not None and weight.dtype == FLOAT8
+        if in_fp8 and not isinstance(getattr(ffn, name), Float8Linear):
+            raise ValueError(f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first")
+
+
 class Float8Linear(nn.Module):
     """A linear layer with FP8 weights, for inference: y [..., N] in bf16 of x [..., K].
 
@@ -215,7 +219,7 @@ class Float8Linear(nn.Module):
         """Return an nn.Linear: the original weight if it was kept, else values * scale in bf16."""
         weight = self.original
         if weight is None:
-            weight = widen(self.weight, self.weight_scale)
+            weight = (self.weight.float() * self.weight_scale[:, None]).bfloat16()
         part = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         weight = weight.to(self.weight.device, dtype)
         part.weight = nn.Parameter(weight, requires_grad=self.trained[0])

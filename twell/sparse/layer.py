@@ -156,7 +156,7 @@ class SparseFFN(nn.Module):
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
         self._path: str | None = None
         self.backend = backend
-        self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
+        self.register_load_state_dict_pre_hook(float8.refuse_values)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     def _make_parts(self, gated: bool, **options: Any) -> None:
@@ -265,16 +265,6 @@ class SparseFFN(nn.Module):
         """Plan for this activity: see `Chooser.observe`."""
         self.chooser.observe(active, union, tokens)
 
-    def _check_loaded(self, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-        """Refuse FP8 values for weights that are not in FP8: without scales they mean nothing."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            weight = state_dict.get(f"{prefix}{name}.weight")
-            in_fp8 = weight is not None and weight.dtype == float8.FLOAT8
-            if in_fp8 and not isinstance(getattr(self, name), float8.Float8Linear):
-                raise ValueError(
-                    f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first"
-                )
-
     def _keep_strides(self, _: object = None) -> None:
         if self._has_kernels and why_called(self.down_proj) is None:
             store_neuron_major(self.down_proj)
@@ -335,7 +325,7 @@ class SparseFFN(nn.Module):
         return y.reshape(*leading, self.hidden_size)
 
     def _by_modules(self, x: Tensor) -> Tensor:
-        """Compute y as a stock module does, in as little Python."""
+        """Compute y as a stock module does, in as little Python, and with few guards."""
         parts, act = self.parts, self.act
         gate, up = parts.get("gate_proj"), parts["up_proj"]
         if gate is None:
@@ -398,11 +388,13 @@ class SparseFFN(nn.Module):
 
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the dense (g, h), both [..., N]; a neuron is active where g != 0."""
-        if self.gate_proj is None:
-            g = self.act.gate(self.up_proj(x))
-            return g, self.act.hidden(g, None)
-        g = self.act.gate(self.gate_proj(x))
-        return g, self.act.hidden(g, self.up_proj(x))
+        parts, act = self.parts, self.act
+        gate, up = parts.get("gate_proj"), parts["up_proj"]
+        if gate is None:
+            g = act.gate(up(x))
+            return g, act.hidden(g, None)
+        g = act.gate(gate(x))
+        return g, act.hidden(g, up(x))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""

@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 
 from twell.sparse import float8, reference
-from twell.sparse.activations import Activation, Weights, get_activation
+from twell.sparse.activations import Weights, get_activation
 from twell.sparse.float8 import FLOAT8
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
 from twell.sparse.projections import is_transformed
@@ -293,8 +293,11 @@ SCHEMA = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, " + "".join(
 )
 
 
-def weights_of(act: Activation, w_gate, w_up, w_down, *others) -> tuple[Weights, Tensor | None]:
+def weights_of(
+    activation: str, threshold: float, w_gate, w_up, w_down, *others
+) -> tuple[Weights, Tensor | None]:
     """The weights and x_scale of an operator's arguments behind x."""
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     b_gate, b_up, b_down, x_scale, s_gate, s_up = *others, *(None,) * (6 - len(others))
     first = w_gate, w_up, w_down.t(), b_gate, b_up, b_down
     return Weights(*first, s_gate, s_up, act=act), x_scale
@@ -313,16 +316,14 @@ def _arguments(weights: Weights, x_scale: Tensor | None) -> tuple[Tensor | None,
 )
 def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     """y by a path of PATHS; None: by the number of tokens."""
-    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
-    weights, x_scale = weights_of(act, w_gate, *tensors)
+    weights, x_scale = weights_of(activation, threshold, w_gate, *tensors)
     return _compute(x, weights, known_path(path) or choose(len(x)), x_scale)
 
 
 @operator.register_fake
 def _(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
-    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    weights, x_scale = weights_of(activation, threshold, w_gate, *tensors)
     known_path(path)
-    weights, x_scale = weights_of(act, w_gate, *tensors)
     check_tensors(x, weights, x_scale)
     return empty_output(x)
 
@@ -365,8 +366,8 @@ def traced_decode(
     A call of an operator waits for Python longer than these kernels take. few.py has no such form:
     its descriptors and overlapping launches cannot be traced.
     """
-    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
-    weights, _ = weights_of(act, w_gate, w_up, w_down, b_gate, b_up, b_down, None, s_gate, s_up)
+    others = b_gate, b_up, b_down, x_scale, s_gate, s_up
+    weights, _ = weights_of(activation, threshold, w_gate, w_up, w_down, *others)
     check_tensors(x, weights, x_scale)
     return decode.vector_ffn(x.contiguous(), weights, x_scale)
 
