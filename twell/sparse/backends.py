@@ -83,15 +83,16 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
         choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)))
     else:
         return dense(ffn, rows, wants)
-    if not choice.by_modules or choice.warm_up is not None:
+    by_modules = choice.path == MODULES
+    if not by_modules or choice.warm_up is not None:
         x, weights, x_scale = operands(ffn, rows)
         with _without_autocast(rows):
             if choice.warm_up is not None:
                 ops.sparse_ffn(x, weights, choice.warm_up, x_scale=x_scale)
-            if not choice.by_modules:
+            if not by_modules:
                 given = {"x_scale": x_scale, "activity": choice.activity}
                 result = Result(ops.sparse_ffn(x, weights, choice.path, **given))
-    if choice.by_modules:
+    if by_modules:
         result = dense(ffn, rows, wants)
     if choice.due:
         ffn.chooser.end()

@@ -35,7 +35,7 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 # depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
-MODULES = "modules"  # see `Chooser.quick_path`
+MODULES = "modules"  # the path of a dense call without the kernels
 # Dense eager calls of at most so many tokens wait for Python, of which the modules need least: in a
 # model on an H100, 2,048 tokens take 0.27 ms a layer longer by the kernels.
 WAITING = 4096
@@ -80,12 +80,11 @@ def situation_of(x: Tensor) -> str:
 class Choice(NamedTuple):
     """How one call is computed.
 
-    by_modules: a dense call without the kernels. activity: counters that the kernels add to.
+    path: MODULES is a dense call without the kernels. activity: counters that the kernels add to.
     warm_up: a path to run before. due: whether `Chooser.end` has to follow.
     """
 
     path: str
-    by_modules: bool = False
     activity: Tensor | None = None
     warm_up: str | None = None
     due: bool = False
@@ -194,7 +193,7 @@ class Chooser:
     def quick_path(self, num_tokens: int) -> str | None:
         """Return the path of an eager call that `choose` would only count: see `count`.
 
-        None: `choose` has to be called. MODULES: dense without the kernels.
+        None: `choose` has to be called.
         """
         calls = self._calls[_class(num_tokens)] + 1
         due = not self.frozen and calls & (calls - 1) == 0
@@ -220,15 +219,14 @@ class Chooser:
         if self.device_name is None:
             self.place(x.device)
         due, path = self.begin(num_tokens), self.path(num_tokens)
-        by_modules = path == "dense" and num_tokens <= WAITING and not self._quantized
         activity = self.activity_of(path, num_tokens, x.device)
         if path == "dense" and due:
             count_activity(sampled_blocks(x), gate, self.counters(num_tokens, x.device))
         if num_tokens <= WAITING:  # calls of more are never replayed
-            self._quick[num_tokens] = MODULES if by_modules else path
-        # A call by modules loads no kernels.
-        warm_up = self._to_warm_up(num_tokens, None if by_modules else path)
-        return Choice(path, by_modules, activity, warm_up, due)
+            if path == "dense" and not self._quantized:
+                path = MODULES
+            self._quick[num_tokens] = path
+        return Choice(path, activity, self._to_warm_up(num_tokens, path), due)
 
     def activity_of(self, path: str, num_tokens: int, device: torch.device) -> Tensor | None:
         """Return the counters to which an eager call by a path adds, if it does."""
@@ -254,10 +252,11 @@ class Chooser:
         if self._counters is not None:
             self._copy = _begin_copy(self._counters)
 
-    def _to_warm_up(self, num_tokens: int, taken: str | None) -> str | None:
+    def _to_warm_up(self, num_tokens: int, taken: str) -> str | None:
         """The path of graphs, where it is not the one `taken` by this eager call; only once.
 
-        A call before a capture is to compile and load what the capture launches.
+        A call before a capture is to compile and load what the capture launches. One by modules
+        loads no kernels.
         """
         path = self.path(num_tokens, GRAPH)
         if path == taken or (num_tokens, path) in self._warm:
