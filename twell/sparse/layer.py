@@ -55,6 +55,8 @@ __all__ = [
     "summarize_activity",
 ]
 
+GONE = "collect_l1", "record", "token_mask"  # of earlier versions: attributes would do nothing
+
 
 def backend_status() -> dict[str, str | None]:
     """Return for each backend None when it can be used here, else the reason why not."""
@@ -166,6 +168,9 @@ class SparseFFN(nn.Module):
         self.down_proj = nn.Linear(*sizes[::-1], **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in GONE:
+            instead = "twell.collect_l1(layer) or twell.sparse.observe.Collector"
+            raise AttributeError(f"SparseFFN.{name} is gone: use {instead} around the pass")
         if name == "down_proj":  # peft merges in place, which no version shows, and puts it back
             self._copied = None
         super().__setattr__(name, value)
