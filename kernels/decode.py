@@ -195,61 +195,6 @@ def make_plan(
     return decode_up(hidden_size) | shared, down | shared
 
 
-def _up(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weights: Weights,
-    activity: Tensor | None,
-    options: dict[str, int],
-) -> tuple[Tensor, Tensor]:
-    """The first launch: h, and the flags [W] int8."""
-    (num_tokens, hidden_size), intermediate_size = x.shape, weights.w_up.shape[0]
-    width = round_up(intermediate_size, 8)
-    h = weights.w_down_t.new_empty(width, num_tokens)
-    flags = torch.empty(width, dtype=torch.int8, device=x.device)
-    w, b = weights.first
-    traced(decode_up_kernel, x)[(width // options["BN"],)](
-        x,
-        x_scale,
-        w,
-        b,
-        weights.first_scale,
-        weights.w_up,
-        weights.b_up,
-        weights.s_up,
-        h,
-        flags,
-        activity,
-        weights.act.threshold or None,
-        intermediate_size,
-        hidden_size,
-        GATED=weights.gated,
-        ACT=weights.act.name,
-        EVEN=options["BK"] == hidden_size and width == intermediate_size,
-        **options,
-    )
-    return h, flags
-
-
-def _down(h: Tensor, flags: Tensor, weights: Weights, y: Tensor, options: dict[str, int]) -> None:
-    """The second launch: y [M, K] from the results of `_up`."""
-    hidden_size, (width, _) = y.shape[1], h.shape
-    num_columns = cdiv(hidden_size, options["BN"])
-    lists = torch.empty(num_columns, width // 8, dtype=torch.int32, device=h.device)
-    traced(decode_down_kernel, h)[(num_columns,)](
-        h,
-        flags.view(torch.int64),
-        weights.w_down_t,
-        weights.b_down,
-        lists,
-        y,
-        hidden_size,
-        width,
-        EIGHTS=next_power_of_2(width // 8),
-        **options,
-    )
-
-
 def vector_ffn(
     x: Tensor,
     weights: Weights,
@@ -266,7 +211,42 @@ def vector_ffn(
     y = empty_output(x) if out is None else out
     num_tokens, hidden_size = map(int, x.shape)  # symbols of torch where shapes are dynamic
     up, down = make_plan(num_tokens, hidden_size, x.device, overlap)
-    _down(*_up(x, x_scale, weights, activity, up), weights, y, down)
+    intermediate_size = weights.w_up.shape[0]
+    width, num_columns = round_up(intermediate_size, 8), cdiv(hidden_size, down["BN"])
+    h = weights.w_down_t.new_empty(width, num_tokens)
+    flags = torch.empty(width, dtype=torch.int8, device=x.device)
+    traced(decode_up_kernel, x)[(width // up["BN"],)](
+        x,
+        x_scale,
+        *weights.first,
+        weights.first_scale,
+        weights.w_up,
+        weights.b_up,
+        weights.s_up,
+        h,
+        flags,
+        activity,
+        weights.act.threshold or None,
+        intermediate_size,
+        hidden_size,
+        GATED=weights.gated,
+        ACT=weights.act.name,
+        EVEN=up["BK"] == hidden_size and width == intermediate_size,
+        **up,
+    )
+    lists = torch.empty(num_columns, width // 8, dtype=torch.int32, device=x.device)
+    traced(decode_down_kernel, h)[(num_columns,)](
+        h,
+        flags.view(torch.int64),
+        weights.w_down_t,
+        weights.b_down,
+        lists,
+        y,
+        hidden_size,
+        width,
+        EIGHTS=next_power_of_2(width // 8),
+        **down,
+    )
     return y
 
 

@@ -27,16 +27,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, narrow, of_gate, of_up, popcount, through_gate
+from twell.kernels.common import narrow, of_gate, of_up, popcount, through_gate
 from twell.kernels.gate import PANEL
 from twell.kernels.launch import direct
-from twell.kernels.options import launch_options
-from twell.sparse.activations import Activation, Weights
 
 
 class UnionSaved(NamedTuple):
@@ -267,75 +264,3 @@ def entries_backward_kernel(
             if GATED:
                 gradients |= value_bits(dg)
             tl.store(gradients_ptr + place, gradients, mask=stored)
-
-
-def make_index(
-    bits: Tensor, token_mask: Tensor | None, num_tokens: int, dense_count: int, saved: UnionSaved
-) -> Tensor:
-    """Writes index, spans, backup and totals of `saved`; returns each neuron's tokens [N] int32.
-
-    bits [M / 32, width] as `gate_bits` leaves them neuron-major; token_mask [M] bool, False for
-    tokens that are not counted. A neuron with more than `dense_count` tokens gets a backup row.
-    """
-    intermediate_size = saved.spans.shape[1]
-    neuron_counts = torch.empty(intermediate_size, dtype=torch.int32, device=bits.device)
-    saved.totals.zero_()
-    options = launch_options("training_index", bits.device)
-    entries_index_kernel[(cdiv(intermediate_size, options["BN"]),)](
-        bits,
-        None if token_mask is None else token_mask.view(torch.uint8),
-        saved.index,
-        saved.spans,
-        neuron_counts,
-        saved.totals,
-        saved.backup,
-        num_tokens,
-        len(saved.index),
-        intermediate_size,
-        saved.index.shape[1],
-        len(saved.entries),
-        dense_count,
-        len(saved.backup),
-        **options,
-    )
-    return neuron_counts
-
-
-def forward(
-    g: Tensor, h: Tensor, num_tokens: int, weights: Weights, saved: UnionSaved
-) -> tuple[Tensor, Tensor, Tensor]:
-    """h = g u over u; writes the entries; returns l1 [M] fp32, l0 [M] int32, needed 0-d int64.
-
-    g by neurons (gate.py); h [blocks * width, 64] holds u at first, non-gated anything; all in one
-    dtype.
-    """
-    num_words, width = saved.index.shape
-    l1 = torch.empty(num_tokens, dtype=torch.float32, device=g.device)
-    l0 = torch.empty(num_tokens, dtype=torch.int32, device=g.device)
-    needed = torch.empty((), dtype=torch.int64, device=g.device)
-    tensors = g, h, saved.index, saved.lists, saved.counts, saved.entries
-    sizes = num_tokens, width, len(saved.entries)
-    options = launch_options("training_elements", g.device)
-    options |= dict(GATED=weights.gated, ACT=weights.act.name, BM=h.shape[1])
-    entries_forward_kernel[(num_words,)](*tensors, l1, l0, saved.totals, needed, *sizes, **options)
-    return l1, l0, needed
-
-
-def backward(
-    dh: Tensor,
-    dg: Tensor | None,
-    gradients: Tensor | None,
-    dl1: Tensor,
-    saved: UnionSaved,
-    act: Activation,
-) -> None:
-    """Writes du over dh, dg, and the gradients of the entries.
-
-    dh and dg [blocks * width, 64] in the storage type, dg None if non-gated; gradients
-    [capacity * M] int32 or None; dl1 [M] fp32.
-    """
-    num_words, width = saved.index.shape
-    tensors = dh, dg, saved.index, saved.lists, saved.counts, saved.entries, gradients, dl1
-    options = launch_options("training_elements", dh.device)
-    options |= dict(ACT=act.name, BM=dh.shape[1])
-    entries_backward_kernel[(num_words,)](*tensors, len(dl1), width, len(saved.entries), **options)

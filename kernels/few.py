@@ -289,116 +289,6 @@ def make_plan(num_tokens: int, intermediate_size: int, device: torch.device) -> 
     return Plan(block, num_blocks, num_segments, width, num_programs, gate, up, down | shared)
 
 
-class Lists(NamedTuple):
-    """Lists and counts of segments, and the union, of all blocks: see the module."""
-
-    lists: Tensor
-    union: Tensor
-    counts: Tensor
-
-
-def empty_lists(plan: Plan, device: torch.device) -> Lists:
-    length, counts = plan.num_blocks * plan.width, plan.num_blocks * plan.num_segments
-    integers = torch.empty(2 * length + counts, dtype=torch.int32, device=device)
-    return Lists(*integers.split((length, length, counts)))
-
-
-def _gate(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weights: Weights,
-    plan: Plan,
-    lists: Lists,
-    activity: Tensor | None,
-) -> Tensor:
-    """The first launch: g; it fills lists and counts."""
-    (num_tokens, k), n, options = x.shape, weights.w_up.shape[0], plan.gate
-    g = weights.w_down_t.new_empty(n, plan.num_blocks * plan.block)
-    w, b = weights.first
-    few_gate_kernel[(plan.num_blocks * plan.num_segments,)](
-        descriptor(x, (plan.block, options["BK"])),
-        descriptor(w, (options["BN"], options["BK"])),
-        b,
-        x_scale,
-        weights.first_scale,
-        descriptor(g, (options["BN"], plan.block)),
-        lists.lists,
-        lists.counts,
-        activity,
-        weights.act.threshold or None,
-        num_tokens,
-        n,
-        k,
-        plan.width,
-        plan.num_segments,
-        **options,
-    )
-    return g
-
-
-def _up(
-    x: Tensor, x_scale: Tensor | None, weights: Weights, g: Tensor, plan: Plan, lists: Lists
-) -> Tensor:
-    """The second launch: h; it fills the union."""
-    (num_tokens, k), n, options = x.shape, weights.w_up.shape[0], plan.up
-    h = g.new_empty(plan.num_blocks * plan.width, plan.block)
-    few_up_kernel[(plan.num_programs,)](
-        descriptor(x, (options["TM"], options["BK"])),
-        weights.w_up,
-        weights.b_up,
-        x_scale,
-        weights.s_up,
-        g,
-        h,
-        lists.lists,
-        lists.counts,
-        lists.union,
-        num_tokens,
-        n,
-        k,
-        g.shape[1],
-        plan.width,
-        plan.num_blocks,
-        plan.num_segments,
-        GATED=weights.gated,
-        ACT=weights.act.name,
-        EVEN=k % options["BK"] == 0,
-        **options,
-    )
-    return h
-
-
-def _down(h: Tensor, weights: Weights, y: Tensor, plan: Plan, lists: Lists) -> None:
-    """The third launch: y [M, K]."""
-    (num_tokens, k), options = y.shape, plan.down
-    parts = plan.num_blocks * (plan.block // options["TM"])
-    few_down_kernel[(cdiv(k, options["BN"]), parts)](
-        descriptor(h, (options["BK"], options["TM"])),
-        weights.w_down_t,
-        weights.b_down,
-        lists.union,
-        lists.counts,
-        y,
-        num_tokens,
-        k,
-        plan.width,
-        plan.num_segments,
-        EVEN=k % options["BN"] == 0,
-        **options,
-    )
-
-
-def _chunk(
-    x: Tensor, x_scale: Tensor | None, y: Tensor, weights: Weights, activity: Tensor | None
-) -> None:
-    """At most MAX_TOKENS tokens, x and y [M, K]; a function, so that its workspace is freed."""
-    plan = make_plan(x.shape[0], weights.w_up.shape[0], x.device)
-    lists = empty_lists(plan, x.device)
-    g = _gate(x, x_scale, weights, plan, lists, activity)
-    h = _up(x, x_scale, weights, g, plan, lists)
-    _down(h, weights, y, plan, lists)
-
-
 def ffn(
     x: Tensor,
     weights: Weights,
@@ -414,6 +304,71 @@ def ffn(
     blocks) and 8 a block.
     """
     y = empty_output(x) if out is None else out
-    for chunk in chunks(MAX_TOKENS, x, x_scale, y):
-        _chunk(*chunk, weights, activity)
+    (n, k), (w, b), device = weights.w_up.shape, weights.first, x.device
+    for x_chunk, scales, y_chunk in chunks(MAX_TOKENS, x, x_scale, y):
+        num_tokens = len(x_chunk)
+        plan = make_plan(num_tokens, n, device)
+        block, num_blocks, num_segments, width, num_programs, gate, up, down = plan
+        # Of all blocks the lists and the union, then the counts: see the module.
+        sizes = num_blocks * width, num_blocks * width, num_blocks * num_segments
+        integers = torch.empty(sum(sizes), dtype=torch.int32, device=device)
+        lists, union, counts = integers.split(sizes)
+        g = weights.w_down_t.new_empty(n, num_blocks * block)
+        few_gate_kernel[(num_blocks * num_segments,)](
+            descriptor(x_chunk, (block, gate["BK"])),
+            descriptor(w, (gate["BN"], gate["BK"])),
+            b,
+            scales,
+            weights.first_scale,
+            descriptor(g, (gate["BN"], block)),
+            lists,
+            counts,
+            activity,
+            weights.act.threshold or None,
+            num_tokens,
+            n,
+            k,
+            width,
+            num_segments,
+            **gate,
+        )
+        h = g.new_empty(num_blocks * width, block)
+        few_up_kernel[(num_programs,)](
+            descriptor(x_chunk, (up["TM"], up["BK"])),
+            weights.w_up,
+            weights.b_up,
+            scales,
+            weights.s_up,
+            g,
+            h,
+            lists,
+            counts,
+            union,
+            num_tokens,
+            n,
+            k,
+            g.shape[1],
+            width,
+            num_blocks,
+            num_segments,
+            GATED=weights.gated,
+            ACT=weights.act.name,
+            EVEN=k % up["BK"] == 0,
+            **up,
+        )
+        few_down_kernel[(cdiv(k, down["BN"]), num_blocks * (block // down["TM"]))](
+            descriptor(h, (down["BK"], down["TM"])),
+            weights.w_down_t,
+            weights.b_down,
+            union,
+            counts,
+            y_chunk,
+            num_tokens,
+            k,
+            width,
+            num_segments,
+            EVEN=k % down["BN"] == 0,
+            **down,
+        )
+        del integers, lists, union, counts, g, h  # before the next chunk allocates its own
     return y

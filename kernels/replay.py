@@ -71,35 +71,38 @@ def fits(x: Tensor) -> bool:
     return x.is_cuda and 0 < len(x) <= MAX_TOKENS and not torch.cuda.is_current_stream_capturing()
 
 
-def again(path: Callable, x: Tensor, weights: Weights, activity: Tensor | None) -> Tensor | None:
-    """Return y by the graph of such a call; None where there is none yet."""
-    known = _cases.get(_case(path, x, weights, activity))
-    return known.run(x) if type(known) is Graph else None
-
-
 def ffn(
-    path: Callable, x: Tensor, weights: Weights, activity: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """Return y by a path's function, or by its graph where the case came before.
+    path: Callable,
+    x: Tensor,
+    weights: Weights,
+    activity: Tensor | None,
+    out: Tensor | None = None,
+    *,
+    captures: bool = True,
+) -> Tensor | None:
+    """Return y by the graph of such a call; None where there is none.
 
-    x is on the current device, and `fits`. The launches depend on sizes, types, addresses and the
-    activation, and never wait for the host.
+    captures: count the call, and capture the launches of a path's function where the case came
+    before. x is on the current device, and `fits`. The launches depend on sizes, types, addresses
+    and the activation, and never wait for the host.
     """
     case = _case(path, x, weights, activity)
     known = _cases.get(case, 0)
     if type(known) is Graph:
         return known.run(x, out)
+    if not captures:
+        return None
     if len(_cases) >= MAX_CASES:
         clear()
     if known < REPEATS:
         _cases[case] = known + 1
-        return path(x, weights, activity=activity, out=out)
+        return None
     try:
         _cases[case] = graph = _capture(path, x, weights, activity)
     except RuntimeError:  # out of memory, say: the case is launched from now on
         _cases[case] = -math.inf
         _streams.pop(_place(x), None)
-        return path(x, weights, activity=activity, out=out)
+        return None
     return graph.run(x, out)
 
 

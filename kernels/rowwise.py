@@ -153,38 +153,6 @@ def rowwise_kernel(
     tl.store(y_ptr + row * K + k, narrow(acc, dtype), mask=inside)
 
 
-def count_activity(bits: Tensor, num_tokens: int, intermediate_size: int, activity: Tensor) -> None:
-    """Adds the counts of `bits`, by tokens, to `activity` [4] int64; see ops.py."""
-    sizes = num_tokens, intermediate_size, bits.shape[1]
-    count_activity_kernel[(cdiv(num_tokens, 64),)](
-        bits,
-        activity,
-        *sizes,
-        WORDS=next_power_of_2(cdiv(intermediate_size, 32)),
-        **launch_options("count_activity", bits.device),
-    )
-
-
-def make_lists(g: Tensor, bits: Tensor, intermediate_size: int) -> Tensor:
-    """The words of all tokens, from g and bits as `gate_bits` stores them by tokens.
-
-    Words behind the last neuron of a row are not written.
-    """
-    num_tokens, width = g.shape
-    size = round_up(intermediate_size + 1, 8)
-    words = torch.empty(num_tokens, size, dtype=torch.int32, device=g.device)
-    sizes = intermediate_size, width, size
-    token_lists_kernel[(num_tokens,)](
-        g,
-        bits,
-        words,
-        *sizes,
-        WORDS=next_power_of_2(cdiv(intermediate_size, 32)),
-        **launch_options("token_lists", g.device),
-    )
-    return words
-
-
 def row_block(hidden_size: int, gated: bool) -> dict[str, int]:
     """BK and num_warps of a program that computes (part of) a row of y.
 
@@ -194,30 +162,6 @@ def row_block(hidden_size: int, gated: bool) -> dict[str, int]:
     block_k = next_power_of_2(hidden_size) // (1 if gated else 2)
     return dict(
         BK=block_k, num_warps=row_warps(block_k), GATED=gated, EVEN=hidden_size % block_k == 0
-    )
-
-
-def up_down(x: Tensor, x_scale: Tensor | None, words: Tensor, weights: Weights, y: Tensor) -> None:
-    """Writes y [M, K] from the words of `make_lists`; u and h are not rounded.
-
-    Without a gate the words hold h, and neither x nor w_up is read.
-    """
-    num_tokens, hidden_size = x.shape
-    options = launch_options("rowwise", x.device) | row_block(hidden_size, weights.gated)
-    rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
-        x,
-        x_scale,
-        words,
-        weights.w_up,
-        weights.b_up,
-        weights.s_up,
-        weights.w_down_t,
-        weights.b_down,
-        y,
-        hidden_size,
-        words.shape[1],
-        ACT=weights.act.name,
-        **options,
     )
 
 
@@ -241,14 +185,53 @@ def ffn(
     chunks that keep it below WORKSPACE_BYTES.
     """
     x, x_scale = quantized(x, x_scale, weights)
-    intermediate_size = len(weights.w_up)
+    (intermediate_size, hidden_size), device = weights.w_up.shape, x.device
     y = empty_output(x) if out is None else out
-    size = round_up(cdiv(len(x), cdiv(len(x), chunk_tokens(intermediate_size))), 256)
+    most = chunk_tokens(intermediate_size)
+    size = round_up(cdiv(len(x), cdiv(len(x), most)), 256)
+    words_of_bits = next_power_of_2(cdiv(intermediate_size, 32))
+    length = round_up(intermediate_size + 1, 8)
+    options = launch_options("rowwise", device) | row_block(hidden_size, weights.gated)
     for x_chunk, x_scales, y_chunk in chunks(size, x, x_scale, y):
+        num_tokens = len(x_chunk)
         given = dict(scales=(x_scales, weights.first_scale), threshold=weights.act.threshold)
         g, bits = gate_bits(x_chunk, *weights.first, by_neuron=False, **given)
         if activity is not None:
-            count_activity(bits, len(x_chunk), intermediate_size, activity)
-        # The words have no name, so that they are freed before the next chunk.
-        up_down(x_chunk, x_scales, make_lists(g, bits, intermediate_size), weights, y_chunk)
+            count_activity_kernel[(cdiv(num_tokens, 64),)](
+                bits,
+                activity,
+                num_tokens,
+                intermediate_size,
+                bits.shape[1],
+                WORDS=words_of_bits,
+                **launch_options("count_activity", device),
+            )
+        # Words behind the last neuron of a row are not written.
+        words = torch.empty(num_tokens, length, dtype=torch.int32, device=device)
+        token_lists_kernel[(num_tokens,)](
+            g,
+            bits,
+            words,
+            intermediate_size,
+            g.shape[1],
+            length,
+            WORDS=words_of_bits,
+            **launch_options("token_lists", device),
+        )
+        rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
+            x_chunk,
+            x_scales,
+            words,
+            weights.w_up,
+            weights.b_up,
+            weights.s_up,
+            weights.w_down_t,
+            weights.b_down,
+            y_chunk,
+            hidden_size,
+            length,
+            ACT=weights.act.name,
+            **options,
+        )
+        del g, bits, words  # before the next chunk allocates its own
     return y

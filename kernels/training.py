@@ -34,7 +34,7 @@ from twell.kernels import entries, union, weight_gradients
 from twell.kernels.common import Gradients, cdiv, round_up
 from twell.kernels.entries import UnionSaved
 from twell.kernels.gate import gate_bits
-from twell.kernels.weight_gradients import Step
+from twell.kernels.options import launch_options
 from twell.sparse.activations import Weights
 
 BLOCK = 64  # tokens that share a union
@@ -79,12 +79,52 @@ def forward(
     g, bits = gate_bits(x, *weights.first, by_neuron=True, **given)
     unions = union.Unions(saved.lists, saved.counts, saved.queue)
     union.make_lists(bits, unions, num_tokens, intermediate_size, BLOCK)
-    dense_count = num_tokens // DENSE_FROM
-    neuron_counts = entries.make_index(bits, token_mask, num_tokens, dense_count, saved)
+    num_words, width = saved.index.shape
+    neuron_counts = torch.empty(intermediate_size, dtype=torch.int32, device=x.device)
+    saved.totals.zero_()
+    options = launch_options("training_index", x.device)
+    entries.entries_index_kernel[(cdiv(intermediate_size, options["BN"]),)](
+        bits,
+        None if token_mask is None else token_mask.view(torch.uint8),
+        saved.index,
+        saved.spans,
+        neuron_counts,
+        saved.totals,
+        saved.backup,
+        num_tokens,
+        num_words,
+        intermediate_size,
+        width,
+        len(saved.entries),
+        num_tokens // DENSE_FROM,
+        len(saved.backup),
+        **options,
+    )
     h = x.new_empty(saved.lists.numel(), BLOCK)
-    if weights.gated:
+    if weights.gated:  # u at first
         union.product(x, weights.w_up, weights.b_up, unions, h)
-    l1, token_counts, needed = entries.forward(g, h, num_tokens, weights, saved)
+    l1 = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    token_counts = torch.empty(num_tokens, dtype=torch.int32, device=x.device)
+    needed = torch.empty((), dtype=torch.int64, device=x.device)
+    entries.entries_forward_kernel[(num_words,)](
+        g,
+        h,
+        saved.index,
+        saved.lists,
+        saved.counts,
+        saved.entries,
+        l1,
+        token_counts,
+        saved.totals,
+        needed,
+        num_tokens,
+        width,
+        len(saved.entries),
+        GATED=weights.gated,
+        ACT=weights.act.name,
+        BM=BLOCK,
+        **launch_options("training_elements", x.device),
+    )
     y = torch.empty_like(x)
     union.down(h, weights.w_down_t, weights.b_down, unions, y)
     return y, l1, token_counts, neuron_counts, needed, *saved
@@ -97,13 +137,14 @@ def backward(
 
     dh, du and dg are rounded to x.dtype, sums are in fp32.
     """
-    dx, d_gate, d_up, d_down, d_b_gate, d_b_up = gradients
+    dx = gradients.x
     unions = union.Unions(saved.lists, saved.counts, saved.queue)
     # du and, gated, dg over the unions; then the backup's dense rows.
     scratch = x.new_empty(1 + weights.gated, saved.lists.numel(), BLOCK)
     du, dg = scratch[0], scratch[1] if weights.gated else None
     entry_gradients = None
-    if any(gradient is not None for gradient in (d_gate, d_up, d_b_gate, d_b_up)):
+    of_entries = gradients.w_gate, gradients.w_up, gradients.b_gate, gradients.b_up
+    if any(gradient is not None for gradient in of_entries):
         entry_gradients = torch.empty(len(saved.entries), dtype=torch.int32, device=x.device)
     if dx is not None or entry_gradients is not None:
         # Non-gated, every active h is above 0, and the L1 term joins dh before it is rounded. The
@@ -111,13 +152,24 @@ def backward(
         # neurons.
         add = None if weights.gated else F.pad(dl1, (0, -len(x) % BLOCK))
         union.product(dy, weights.w_down_t, None, unions, du, add)
-        entries.backward(du, dg, entry_gradients, dl1, saved, weights.act)
+        num_words, width = saved.index.shape
+        entries.entries_backward_kernel[(num_words,)](
+            du,
+            dg,
+            saved.index,
+            saved.lists,
+            saved.counts,
+            saved.entries,
+            entry_gradients,
+            dl1,
+            len(x),
+            width,
+            len(saved.entries),
+            ACT=weights.act.name,
+            BM=BLOCK,
+            **launch_options("training_elements", x.device),
+        )
     if dx is not None:
         second = (dg, weights.w_gate) if weights.gated else None
         union.down(du, weights.w_up, None, unions, dx, second)
-    step = Step(x, dy, saved, entry_gradients, weights.gated, weights.act, gradients)
-    if d_b_gate is not None or d_b_up is not None:
-        weight_gradients.of_biases(step)
-    if any(gradient is not None for gradient in (d_gate, d_up, d_down)):
-        weight_gradients.from_backup(step, scratch)
-        weight_gradients.from_lists(step)
+    weight_gradients.backward(x, dy, saved, entry_gradients, weights, scratch, gradients)

@@ -348,8 +348,12 @@ def make_lists(
 
 def _over_unions(
     kernel, x: Tensor, w: Tensor, rest: tuple, unions: Unions, out: Tensor, *sizes: int, **flags
-) -> Tensor:
-    """Launches union_up_kernel or union_product_kernel, which write `out`; returns `out`."""
+) -> None:
+    """Launches union_up_kernel or union_product_kernel on the tiles of the queue.
+
+    out [blocks * width, block_m]: of each block's `width` rows the first counts[block], rounded up
+    to whole tiles, are written.
+    """
     block_m, width, hidden_size = out.shape[1], unions.lists.shape[1], x.shape[1]
     options = launch_options(f"union_up_{block_m}", x.device, fp8=w.itemsize == 1) | flags
     num_programs = min(options.pop("PER_SM") * num_processors(x.device), unions.queue.shape[0] - 1)
@@ -357,27 +361,6 @@ def _over_unions(
     even = hidden_size % options["BK"] == 0
     x = descriptor(x, [block_m, options["BK"]])
     kernel[(num_programs,)](x, w, *rest, out, *unions, *sizes, EVEN=even, BM=block_m, **options)
-    return out
-
-
-def up(
-    x: Tensor,
-    weights: Weights,
-    g: Tensor,
-    unions: Unions,
-    block_m: int,
-    x_scale: Tensor | None = None,
-) -> Tensor:
-    """h = (x w_up^T + b_up) * g over the unions, without a gate g; 0 where a token is inactive.
-
-    x [M, K]; g as `gate_bits` stores it by neurons. Returns [blocks * width, block_m] in g.dtype,
-    of which the first counts[block] of each block's `width` rows, rounded up to whole tiles, are
-    set. h is rounded, u is not.
-    """
-    h = g.new_empty(unions.lists.numel(), block_m)
-    rest, sizes = (weights.b_up, x_scale, weights.s_up, g), (x.shape[0], len(weights.w_up))
-    flags = dict(GATED=weights.gated, ACT=weights.act.name)
-    return _over_unions(union_up_kernel, x, weights.w_up, rest, unions, h, *sizes, **flags)
 
 
 def product(
@@ -387,13 +370,13 @@ def product(
     unions: Unions,
     out: Tensor,
     add: Tensor | None = None,
-) -> Tensor:
+) -> None:
     """Writes x w^T + b + add over the unions to `out`, also where a token is inactive.
 
     x [M, K]; w [N, K]; b [N] or None; add [blocks * block_m] fp32 or None, a number for each token;
-    out in x.dtype, with the layout of `up`.
+    out in x.dtype.
     """
-    return _over_unions(union_product_kernel, x, w, (b, add), unions, out)
+    _over_unions(union_product_kernel, x, w, (b, add), unions, out)
 
 
 def down(
@@ -404,7 +387,7 @@ def down(
     y: Tensor,
     second: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """y [M, K] = h w + b for h as `up` returns it and w [N, K]; `second`: plus another h w."""
+    """y [M, K] = h w + b for h over the unions and w [N, K]; `second`: plus another h w."""
     num_blocks, width = unions.lists.shape
     (num_tokens, hidden_size), block_m = y.shape, h.shape[1]
     options = launch_options(f"union_down_{block_m}", h.device)
@@ -453,13 +436,16 @@ def ffn(
     num_tokens, num_neurons = len(x), len(weights.w_up)
     most, block_m = chunk_tokens(num_neurons), block_tokens(fp8=weights.w_up.itemsize == 1)
     size = round_up(cdiv(num_tokens, cdiv(num_tokens, most)), 256)
+    flags = dict(GATED=weights.gated, ACT=weights.act.name)
     for tokens, scale, out in chunks(size, x, x_scale, y):
         unions = empty_unions(len(tokens), num_neurons, block_m, x.device)
         scales = scale, weights.first_scale
         options = dict(zero=unions.queue, scales=scales, threshold=weights.act.threshold)
         g, bits = gate_bits(tokens, *weights.first, by_neuron=True, **options)
         make_lists(bits, unions, len(tokens), num_neurons, block_m, activity)
-        h = up(tokens, weights, g, unions, block_m, scale)
+        h = g.new_empty(unions.lists.numel(), block_m)
+        rest, sizes = (weights.b_up, scale, weights.s_up, g), (len(tokens), num_neurons)
+        _over_unions(union_up_kernel, tokens, weights.w_up, rest, unions, h, *sizes, **flags)
         down(h, weights.w_down_t, weights.b_down, unions, out)
         del unions, g, bits, h  # before the next chunk allocates its own
     return y

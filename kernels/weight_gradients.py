@@ -20,8 +20,6 @@ Reference: twell.sparse.reference.union_train_backward.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -30,23 +28,11 @@ from twell.kernels.common import Gradients, cdiv, load, narrow, next_power_of_2,
 from twell.kernels.entries import UnionSaved, entry_places, low_value
 from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import launch_options, num_processors, with_fusion
-from twell.sparse.activations import Activation
+from twell.sparse.activations import Weights
 
 # Gathered rows of x and dy should stay in the cache (50 MB on an H200) beside all else.
 CACHE_BYTES = 2**24
 WARP_COLUMNS = 512  # that a warp sums
-
-
-class Step(NamedTuple):
-    """x and dy [M, K], what forward saved, the entries' gradients, and where the results go."""
-
-    x: Tensor
-    dy: Tensor
-    saved: UnionSaved
-    entry_gradients: Tensor | None
-    gated: bool
-    act: Activation
-    gradients: Gradients
 
 
 @triton.jit
@@ -264,93 +250,98 @@ def backup_gradients_kernel(
                 tl.store(dwg_ptr + place, narrow(acc, dtype), mask=inside)
 
 
-def from_lists(step: Step) -> None:
-    """Writes the weight gradients of the neurons without a backup row."""
-    num_tokens, hidden_size = step.x.shape
-    intermediate_size = step.saved.spans.shape[1]
-    # The widest power of two whose columns of x and dy stay in the cache.
-    columns = max(CACHE_BYTES // (2 * 2 * num_tokens), 1)
-    block_k = min(max(1 << (columns.bit_length() - 1), 128), next_power_of_2(hidden_size), 2048)
-    list_gradients_kernel[(intermediate_size * cdiv(hidden_size, block_k),)](
-        step.saved.entries,
-        step.entry_gradients,
-        step.saved.spans,
-        step.x,
-        step.dy,
-        *step.gradients[1:4],
-        intermediate_size,
-        hidden_size,
-        GATED=step.gated,
-        ACT=step.act.name,
-        EVEN=hidden_size % block_k == 0,
-        BK=block_k,
-        num_warps=max(block_k // WARP_COLUMNS, 1),
-        **launch_options("training_lists", step.x.device),
-    )
+def backward(
+    x: Tensor,
+    dy: Tensor,
+    saved: UnionSaved,
+    entry_gradients: Tensor | None,
+    weights: Weights,
+    scratch: Tensor,
+    gradients: Gradients,
+) -> None:
+    """Writes the gradients of weights and biases that are not None.
 
-
-def from_backup(step: Step, scratch: Tensor) -> None:
-    """Writes the weight gradients of the neurons with a backup row.
-
-    `scratch`, of any shape in x.dtype, holds the rows. Where it is too small for all of them,
-    there are several rounds.
+    x and dy [M, K]; `entry_gradients` of entries.py. `scratch`, of any shape in x.dtype, holds the
+    dense rows. Where it is too small for all of them, there are several rounds.
     """
-    x, saved = step.x, step.saved
+    (num_tokens, hidden_size), intermediate_size = x.shape, saved.spans.shape[1]
+    _, gate, up, down, *biases = gradients
+    flags = dict(GATED=weights.gated, ACT=weights.act.name)
+    if any(bias is not None for bias in biases):
+        bias_gradients_kernel[(intermediate_size,)](
+            entry_gradients,
+            saved.spans,
+            *biases,
+            intermediate_size,
+            STEP=256,
+            **with_fusion(num_warps=1, num_stages=1),
+        )
+    if gate is None and up is None and down is None:
+        return
+
     options = launch_options("training_backup", x.device)
-    block_rows, num_matrices = options["BH"], 2 + step.gated
-    size = 32 * len(saved.index)
-    most = scratch.numel() // (num_matrices * size)
+    block_rows, num_matrices = options["BH"], 2 + weights.gated
+    num_words, width = saved.index.shape
+    most = scratch.numel() // (num_matrices * 32 * num_words)
     num_rows = min(most // block_rows * block_rows, len(saved.backup))
-    dense = scratch.view(-1)[: num_matrices * num_rows * size].view(-1, size)
-    num_tiles = num_matrices * num_rows // block_rows * cdiv(x.shape[1], options["BN"])
+    dense = scratch.view(-1)[: num_matrices * num_rows * 32 * num_words].view(-1, 32 * num_words)
+    num_tiles = num_matrices * num_rows // block_rows * cdiv(hidden_size, options["BN"])
+    fill_grid = cdiv(num_words, 64), min(num_rows, 4 * num_processors(x.device))
     for first_row in range(0, len(saved.backup), num_rows):
-        _fill(step, dense, first_row, num_rows)
+        backup_fill_kernel[fill_grid](
+            saved.index,
+            saved.entries,
+            entry_gradients,
+            saved.backup,
+            saved.totals,
+            dense,
+            first_row,
+            num_words,
+            width,
+            len(saved.entries),
+            num_rows,
+            len(saved.backup),
+            GATE=gate is not None,
+            UP=up is not None,
+            DOWN=down is not None,
+            WORDS=64,
+            **flags,
+            **with_fusion(num_warps=4, num_stages=1),
+        )
         backup_gradients_kernel[(num_tiles,)](
             descriptor(dense, [block_rows, options["BT"]]),
             descriptor(x, [options["BT"], options["BN"]]),
-            descriptor(step.dy, [options["BT"], options["BN"]]),
-            *step.gradients[1:4],
+            descriptor(dy, [options["BT"], options["BN"]]),
+            gate,
+            up,
+            down,
             saved.backup,
             saved.totals,
             first_row,
             num_rows,
             len(saved.backup),
-            *x.shape,
+            num_tokens,
+            hidden_size,
             **options,
         )
 
-
-def _fill(step: Step, dense: Tensor, first_row: int, num_rows: int) -> None:
-    """Writes up to `num_rows` dense rows of each of h, du and dg, from `first_row` on."""
-    saved, (_, gate, up, down, *_) = step.saved, step.gradients
-    num_words, width = saved.index.shape
-    grid = cdiv(num_words, 64), min(num_rows, 4 * num_processors(dense.device))
-    backup_fill_kernel[grid](
-        saved.index,
+    # The widest power of two whose columns of x and dy stay in the cache.
+    columns = max(CACHE_BYTES // (2 * 2 * num_tokens), 1)
+    block_k = min(max(1 << (columns.bit_length() - 1), 128), next_power_of_2(hidden_size), 2048)
+    list_gradients_kernel[(intermediate_size * cdiv(hidden_size, block_k),)](
         saved.entries,
-        step.entry_gradients,
-        saved.backup,
-        saved.totals,
-        dense,
-        first_row,
-        num_words,
-        width,
-        len(saved.entries),
-        num_rows,
-        len(saved.backup),
-        GATED=step.gated,
-        ACT=step.act.name,
-        GATE=gate is not None,
-        UP=up is not None,
-        DOWN=down is not None,
-        WORDS=64,
-        **with_fusion(num_warps=4, num_stages=1),
-    )
-
-
-def of_biases(step: Step) -> None:
-    """Writes the gradients of b_gate and b_up [N], each unless it is None; not both are."""
-    spans, options = step.saved.spans, with_fusion(num_warps=1, num_stages=1)
-    bias_gradients_kernel[(spans.shape[1],)](
-        step.entry_gradients, spans, *step.gradients[4:], spans.shape[1], STEP=256, **options
+        entry_gradients,
+        saved.spans,
+        x,
+        dy,
+        gate,
+        up,
+        down,
+        intermediate_size,
+        hidden_size,
+        EVEN=hidden_size % block_k == 0,
+        BK=block_k,
+        num_warps=max(block_k // WARP_COLUMNS, 1),
+        **flags,
+        **launch_options("training_lists", x.device),
     )

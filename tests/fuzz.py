@@ -38,7 +38,7 @@ from torch import Tensor
 from tests.factories import memory
 from twell import results
 from twell.measure.check import FP8_SUM, FP8_SUM_OF_FEW
-from twell.sparse import float8, reference
+from twell.sparse import float8, ops, reference
 from twell.sparse.activations import RELU, Activation, get_activation
 
 Tensors = dict[str, Tensor | None]
@@ -281,8 +281,12 @@ def relative_rms(y: Tensor, expected: Tensor) -> float:
 
 def relative_rms_of_dense(tensors: Tensors, expected: Tensor, act: Activation = RELU) -> float:
     """Relative RMS error of the dense layer in the storage type, over entries finite in both."""
-    in_fp8 = "x_scale" in tensors
-    y = (float8.dense if in_fp8 else reference.ffn)(**tensors, act=act).double()
+    if "x_scale" in tensors:
+        x, *rest = (tensors.get(name) for name in ops.TENSORS)
+        weights, x_scale = ops.weights_of(act.name, act.threshold, *rest)
+        y = float8.dense(x, weights, x_scale).double()
+    else:
+        y = reference.ffn(**tensors, act=act).double()
     finite = expected.isfinite() & y.isfinite()
     return float((y[finite] - expected[finite]).norm() / expected[finite].norm())
 

@@ -148,25 +148,6 @@ def hybrid_needed_kernel(
     tl.store(needed_ptr, tl.where(rows > 1, (rows - 1) * N // M + 1, 0))
 
 
-def least_capacity(counts: Tensor, used: Tensor, num_tokens: int, needed: Tensor) -> None:
-    """Writes into `needed` 0-d int64 the least capacity that suffices.
-
-    counts [N] int32, the tokens of each neuron; used [1] int32, the tokens that need a backup row.
-    Ours.
-    """
-    hybrid_needed_kernel[(1,)](
-        counts,
-        used,
-        needed,
-        num_tokens,
-        len(counts),
-        WIDTH=list_width(num_tokens),
-        ROWS=NEURON_ROWS,
-        BLOCK=4096,
-        **with_fusion(num_warps=8, num_stages=1),
-    )
-
-
 @direct
 @triton.jit(do_not_specialize=["first"])
 def hybrid_pack_kernel(
@@ -306,7 +287,17 @@ def pack(
             **with_fusion(num_warps=1, num_stages=1),
         )
     needed = torch.empty((), dtype=torch.int64, device=x.device)
-    least_capacity(counts, saved.used, num_tokens, needed)
+    hybrid_needed_kernel[(1,)](
+        counts,
+        saved.used,
+        needed,
+        num_tokens,
+        num_neurons,
+        WIDTH=list_width(num_tokens),
+        ROWS=NEURON_ROWS,
+        BLOCK=4096,
+        **with_fusion(num_warps=8, num_stages=1),
+    )
     return token_counts, neuron_counts, needed
 
 

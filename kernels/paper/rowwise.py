@@ -101,12 +101,10 @@ def twell_rowwise_kernel(
     tl.store(y_ptr + row * K + k, narrow(acc, dtype), mask=inside)
 
 
-def up_down(x: Tensor, words: Tensor, weights: Weights, compression: int) -> Tensor:
-    """y [M, K] from `words` [M, *] of `gate_words`, packed from this x [M, K] and `weights.first`.
-
-    u and h are not rounded.
-    """
+def ffn(x: Tensor, weights: Weights, compression: int = 8) -> Tensor:
+    """The layer by rows from TwELL: y [M, K] of x [M, K], M at least 1; u and h are not rounded."""
     num_tokens, hidden_size = x.shape
+    words = gate_words(x, *weights.first, compression)
     options = launch_options("twell_rowwise", x.device) | row_block(hidden_size, weights.gated)
     y = torch.empty_like(x)
     twell_rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](
@@ -125,8 +123,3 @@ def up_down(x: Tensor, words: Tensor, weights: Weights, compression: int) -> Ten
         **options,
     )
     return y
-
-
-def ffn(x: Tensor, weights: Weights, compression: int = 8) -> Tensor:
-    """The layer by rows from TwELL: y [M, K] of x [M, K], M at least 1."""
-    return up_down(x, gate_words(x, *weights.first, compression), weights, compression)

@@ -9,7 +9,7 @@ from twell.measure import imposed, runner
 from twell.measure.layer import Case
 from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
-from twell.sparse import float8, reference
+from twell.sparse import float8, ops, reference
 from twell.sparse.activations import RELU
 
 K, N = 32, 96
@@ -119,8 +119,10 @@ def active_entries(model, tokens):
 
 def run(path, x, *tensors, activity=None, act=RELU):
     """The sparse paths by dense products."""
-    ffn = float8.ffn if tensors[1].dtype == float8.FLOAT8 else reference.ffn
-    return ffn(x, *tensors, act=act)
+    if tensors[1].dtype == float8.FLOAT8:
+        weights, x_scale = ops.weights_of(act.name, act.threshold, *tensors)
+        return float8.ffn(x, weights, x_scale)
+    return reference.ffn(x, *tensors, act=act)
 
 
 def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask=None):

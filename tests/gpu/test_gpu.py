@@ -15,7 +15,7 @@ from tests.factories import ops as factories
 from tests.factories.ops import run
 from twell.kernels import union
 from twell.measure import synthetic_layer
-from twell.sparse import float8, ops
+from twell.sparse import ops
 from twell.sparse.calibration import Calibration, Floor, Point
 from twell.sparse.layer import SparseFFN
 
@@ -97,7 +97,7 @@ def test_compiled_code_launches_decode_by_itself(gated, fp8, mode):
     tensors = fuzz.layer(case, "cuda")
     if fp8:
         tensors, _ = fuzz.quantized(case, tensors)
-    x, *weights, x_scale, s_gate, s_up = (tensors.get(name) for name in float8.Layer._fields)
+    x, *weights, x_scale, s_gate, s_up = (tensors.get(name) for name in ops.TENSORS)
 
     def calls(x, scale):
         return [run("decode", x, *weights, scale, s_gate, s_up) for _ in range(2)]

@@ -16,7 +16,7 @@ from tests.factories.ops import run
 from twell.kernels import common, decode, dense, few, gate, rowwise, union
 from twell.kernels import float8 as float8_kernels
 from twell.kernels.paper.gate import COMPRESSIONS, gate_words
-from twell.sparse import float8
+from twell.sparse import float8, ops
 from twell.sparse.activations import get_activation
 
 slow = pytest.mark.slow
@@ -216,7 +216,7 @@ def test_activity_is_counted(path, num_tokens, changes, block_m, monkeypatch):
     in_unions = sum(int(block.any(0).sum()) for block in blocks)
     before = torch.tensor([5, 2**40, 0, 7], device=DEVICE)
     activity = before.clone()
-    arguments = [given.get(name) for name in float8.Layer._fields]
+    arguments = [given.get(name) for name in ops.TENSORS]
     run(path, *arguments, act=case.act, activity=activity)
     assert active.any()
     expected = [num_tokens, len(blocks), int(active.sum()), in_unions]

@@ -11,6 +11,7 @@ from torch import nn
 import twell
 from tests.factories.sparse import DEVICE, make, relative, triton_here, watched
 from twell.sparse import float8
+from twell.sparse.activations import Weights
 from twell.sparse.calibration import default
 from twell.sparse.edit import Edit
 from twell.sparse.float8 import Float8DynamicActivationFloat8WeightConfig
@@ -40,10 +41,11 @@ def inputs(*shape):
 def expected(ffn, x):
     """The reference, from the layer's own tensors."""
     parts = ffn.gate_proj, ffn.up_proj, ffn.down_proj
-    weights = [part and part.weight for part in parts] + [part and part.bias for part in parts]
+    w_gate, w_up, w_down = [part and part.weight for part in parts]
+    biases = [part and part.bias for part in parts]
     scales = [part and part.weight_scale for part in parts[:2]]
-    values, scale = float8.quantize(x.reshape(-1, 32))
-    return float8.ffn(values, *weights, scale, *scales, act=ffn.act).reshape(x.shape)
+    weights = Weights(w_gate, w_up, w_down.t(), *biases, *scales, act=ffn.act)
+    return float8.ffn(x.reshape(-1, 32), weights).reshape(x.shape)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,30 @@ from torch import Tensor, nn
 
 from twell.sparse import float8, reference
 from twell.sparse.activations import Weights, add_bias
-from twell.sparse.observe import Activity, Result, Wants
-from twell.sparse.plan import Choice
+from twell.sparse.observe import Activity, Result, Wants, open_collector
+from twell.sparse.plan import MODULES, Choice
 from twell.sparse.projections import tensors_of, why_called, why_dense
+
+
+def choose_eager(ffn: nn.Module, x: Tensor) -> str | None:
+    """Return the path of an eager call if nobody looks at or changes what it computes."""
+    own, width = ffn.__dict__, x.shape[-1]  # an attribute of a module may take a microsecond
+    if own["training"] or own["silenced"] or own["edit"] is not None:
+        return None
+    if width != own["hidden_size"] or "h_dropout" in ffn.parts:
+        return None
+    if open_collector() is not None or own["outbox"].compiled:
+        return None
+    backend = own["_backend"]
+    if backend == "dense" or not own["_has_kernels"]:
+        return MODULES if backend in ("dense", "auto") and not ffn.quantized else None
+    # The plan of graphs may be another.
+    if backend != "auto" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    path = own["chooser"].quick_path(x.numel() // width)
+    if path == MODULES:
+        own["chooser"].count(x.numel() // width)
+    return path
 
 
 def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
@@ -62,15 +83,16 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
         choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)))
     else:
         return dense(ffn, rows, wants)
-    if not choice.by_modules or choice.warm_up is not None:
+    by_modules = choice.path == MODULES
+    if not by_modules or choice.warm_up is not None:
         x, weights, x_scale = operands(ffn, rows)
         with _without_autocast(rows):
             if choice.warm_up is not None:
                 ops.sparse_ffn(x, weights, choice.warm_up, x_scale=x_scale)
-            if not choice.by_modules:
+            if not by_modules:
                 given = {"x_scale": x_scale, "activity": choice.activity}
                 result = Result(ops.sparse_ffn(x, weights, choice.path, **given))
-    if choice.by_modules:
+    if by_modules:
         result = dense(ffn, rows, wants)
     if choice.due:
         ffn.chooser.end()
@@ -78,15 +100,21 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
 
 
 def replayed(ffn: nn.Module, x: Tensor, path: str) -> Tensor | None:
-    """Return y of an eager call by a path of "auto" that is a CUDA graph already; else None."""
+    """Return y of an eager call by a path of "auto" that is a CUDA graph already; else None.
+
+    Such a call has passed the checks of `ops.sparse_ffn` before.
+    """
     readable = ffn.token_order is None and why_dense(ffn.parts) is None
     if torch.is_grad_enabled() or not x.is_cuda or not readable:
         return None
     from twell.sparse import ops
 
-    rows, weights, _ = operands(ffn, x.reshape(-1, x.shape[-1]))
+    here = x.get_device() == torch.cuda.current_device()
+    if not (here and ops.is_eager(x) and ops.replay.fits(rows := x.reshape(-1, x.shape[-1]))):
+        return None
+    rows, weights, _ = operands(ffn, rows)
     activity = ffn.chooser.activity_of(path, len(rows), rows.device)
-    y = ops.replayed(rows, weights, path, activity)
+    y = ops.replay.ffn(ops.PATHS[path], rows, weights, activity, captures=False)
     if y is None:
         return None
     ffn.chooser.count(len(rows))
@@ -124,7 +152,7 @@ def _reference(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
     tensors, act = (x, *weights[:2], weights.w_down_t.t(), *weights[3:6]), ffn.act
     with _without_autocast(rows):
         if ffn.quantized:
-            return Result(float8.ffn(*tensors, x_scale, weights.s_gate, weights.s_up, act=act))
+            return Result(float8.ffn(x, weights, x_scale))
         if wants.l1 or torch.is_grad_enabled():
             y, l1, active = reference.union_train(*tensors, act=act)
         else:

@@ -18,12 +18,12 @@ Ours, not the paper's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from twell.sparse.activations import RELU, Activation, add_bias
+from twell.sparse.activations import Weights, add_bias
 
 FLOAT8 = torch.float8_e4m3fn
 # In config.json, where transformers looks: it warns of a method that it does not know.
@@ -95,11 +95,6 @@ def wide(values: Tensor, scale: Tensor) -> Tensor:
     return values.double() * scale.double()[..., None]
 
 
-def widen(values: Tensor, scale: Tensor) -> Tensor:
-    """Return values * scale [M, K], rounded to bf16."""
-    return (values.float() * scale[:, None]).bfloat16()
-
-
 def _padded(w: Tensor) -> Tensor:
     """The rows of w and rows of zeros, up to a multiple of MULTIPLE."""
     rows = w.new_zeros(-len(w) % MULTIPLE, w.shape[1], dtype=torch.uint8)
@@ -131,68 +126,47 @@ def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | N
     return y if b is None else (y + b).to(torch.bfloat16)
 
 
-class Layer(NamedTuple):
-    """The tensors of a layer in FP8, in the order of the operators; x in bf16 has no scale yet."""
+def ffn(x: Tensor, weights: Weights, x_scale: Tensor | None = None) -> Tensor:
+    """Return y [M, K] bf16 of x [M, K]: the reference of all sparse paths.
 
-    x: Tensor
-    w_gate: Tensor | None
-    w_up: Tensor
-    w_down: Tensor
-    b_gate: Tensor | None = None
-    b_up: Tensor | None = None
-    b_down: Tensor | None = None
-    x_scale: Tensor | None = None
-    s_gate: Tensor | None = None
-    s_up: Tensor | None = None
-
-    @classmethod
-    def of(cls, *tensors: Tensor | None, **named: Tensor | None) -> Layer:
-        """Return the layer of an operator's arguments, with x quantised."""
-        layer = cls(*tensors, **named)
-        if layer.x_scale is None:
-            x, scale = quantize(layer.x)
-            layer = layer._replace(x=x, x_scale=scale)
-        return layer
-
-
-def ffn(*tensors: Tensor | None, act: Activation = RELU) -> Tensor:
-    """Return y [M, K] bf16 of a `Layer`: the reference of all sparse paths.
-
-    Sums are in fp32; g and h are rounded to bf16.
+    Without x_scale [M], x is in bf16. Sums are in fp32; g and h are rounded to bf16.
     """
-    layer = Layer.of(*tensors)
-    x = layer.x.float() * layer.x_scale[:, None]
-    h = add_bias(x @ (layer.w_up.float() * layer.s_up[:, None]).t(), layer.b_up)
-    if layer.w_gate is None:
-        h = act.of_gate(act.gate(h.bfloat16()))
-    else:
-        gate = x @ (layer.w_gate.float() * layer.s_gate[:, None]).t()
-        g = act.gate(add_bias(gate, layer.b_gate).bfloat16())
+    x, x_scale = quantize(x) if x_scale is None else (x, x_scale)
+    x, act = x.float() * x_scale[:, None], weights.act
+    h = add_bias(x @ (weights.w_up.float() * weights.s_up[:, None]).t(), weights.b_up)
+    if weights.gated:
+        gate = x @ (weights.w_gate.float() * weights.s_gate[:, None]).t()
+        g = act.gate(add_bias(gate, weights.b_gate).bfloat16())
         # Select, do not multiply: an inactive neuron's u may be infinite.
         h = torch.where(g != 0, act.of_gate(g).float() * act.of_up(h), 0)
-    return add_bias(h.bfloat16().float() @ layer.w_down.float().t(), layer.b_down).bfloat16()
-
-
-def dense(
-    *tensors: Tensor | None,
-    act: Activation = RELU,
-    down: tuple[Tensor, Tensor] | None = None,
-    **named: Tensor | None,
-) -> Tensor:
-    """Return y [M, K] bf16 of a `Layer` by three products.
-
-    g, u and h are rounded to bf16. `down`: values and scales of w_down for a product in FP8.
-    """
-    layer = Layer.of(*tensors, **named)
-    u = linear(layer.x, layer.x_scale, layer.w_up, layer.s_up, layer.b_up)
-    if layer.w_gate is None:
-        h = act.hidden(act.gate(u), None)
     else:
-        gate = linear(layer.x, layer.x_scale, layer.w_gate, layer.s_gate, layer.b_gate)
-        h = act.hidden(act.gate(gate), u)
-    if down is not None:
-        return linear(*quantize(h), *down, layer.b_down)
-    return nn.functional.linear(h, layer.w_down, layer.b_down)
+        h = act.of_gate(act.gate(h.bfloat16()))
+    return add_bias(h.bfloat16().float() @ weights.w_down_t.float(), weights.b_down).bfloat16()
+
+
+def dense(x: Tensor, weights: Weights, x_scale: Tensor | None = None) -> Tensor:
+    """Return the same y by three products, the last in FP8 too where the weights have `down_fp8`.
+
+    g, u and h are rounded to bf16.
+    """
+    x, x_scale = quantize(x) if x_scale is None else (x, x_scale)
+    g = linear(x, x_scale, weights.w_up, weights.s_up, weights.b_up)
+    u = None
+    if weights.gated:
+        g, u = linear(x, x_scale, weights.w_gate, weights.s_gate, weights.b_gate), g
+    h = weights.act.hidden(weights.act.gate(g), u)
+    if weights.down_fp8 is not None:
+        return linear(*quantize(h), *weights.down_fp8, weights.b_down)
+    return nn.functional.linear(h, weights.w_down_t.t(), weights.b_down)
+
+
+def refuse_values(ffn: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Refuse FP8 values for a layer's bf16 weights: without scales they mean nothing. A hook."""
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = state_dict.get(f"{prefix}{name}.weight")
+        in_fp8 = weight is not None and weight.dtype == FLOAT8
+        if in_fp8 and not isinstance(getattr(ffn, name), Float8Linear):
+            raise ValueError(f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first")
 
 
 class Float8Linear(nn.Module):
@@ -245,7 +219,7 @@ class Float8Linear(nn.Module):
         """Return an nn.Linear: the original weight if it was kept, else values * scale in bf16."""
         weight = self.original
         if weight is None:
-            weight = widen(self.weight, self.weight_scale)
+            weight = (self.weight.float() * self.weight_scale[:, None]).bfloat16()
         part = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         weight = weight.to(self.weight.device, dtype)
         part.weight = nn.Parameter(weight, requires_grad=self.trained[0])

@@ -32,15 +32,12 @@ from torch import Tensor, nn
 
 from twell.sparse import backends, float8
 from twell.sparse.activations import ACTIVATIONS, get_activation
-from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS
+from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS, Calibration
 from twell.sparse.edit import Edit
 from twell.sparse.observe import (
     ActivityStats,
-    Collector,
     Outbox,
-    Result,
     Wants,
-    hand_on,
     open_collector,
     show_hidden,
     summarize_activity,
@@ -57,6 +54,8 @@ __all__ = [
     "captured_by_hand",
     "summarize_activity",
 ]
+
+GONE = "collect_l1", "record", "token_mask"  # of earlier versions: attributes would do nothing
 
 
 def backend_status() -> dict[str, str | None]:
@@ -82,27 +81,6 @@ def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
 def _version(weight: Tensor) -> tuple[int, int]:
     """Return what changes when a weight is replaced or written."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
-
-
-def _handed_on(holder: str, name: str) -> property:
-    """Return an attribute of the layer that its activation or chooser holds."""
-
-    def read(layer: SparseFFN) -> Any:
-        return getattr(getattr(layer, holder), name)
-
-    def write(layer: SparseFFN, value: Any) -> None:
-        setattr(getattr(layer, holder), name, value)
-
-    return property(read, write, doc=f"`{name}` of the {holder}.")
-
-
-def _gone(name: str, instead: str) -> property:
-    """Refuse an attribute of earlier versions, which as a plain attribute would do nothing."""
-
-    def refuse(layer: SparseFFN, *_: Any) -> None:
-        raise AttributeError(f"SparseFFN.{name} is gone: use {instead} around the pass")
-
-    return property(refuse, refuse)
 
 
 class SparseFFN(nn.Module):
@@ -180,7 +158,7 @@ class SparseFFN(nn.Module):
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
         self._path: str | None = None
         self.backend = backend
-        self.register_load_state_dict_pre_hook(SparseFFN._check_loaded)
+        self.register_load_state_dict_pre_hook(float8.refuse_values)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     def _make_parts(self, gated: bool, **options: Any) -> None:
@@ -190,6 +168,9 @@ class SparseFFN(nn.Module):
         self.down_proj = nn.Linear(*sizes[::-1], **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in GONE:
+            instead = "twell.collect_l1(layer) or twell.sparse.observe.Collector"
+            raise AttributeError(f"SparseFFN.{name} is gone: use {instead} around the pass")
         if name == "down_proj":  # peft merges in place, which no version shows, and puts it back
             self._copied = None
         super().__setattr__(name, value)
@@ -199,11 +180,18 @@ class SparseFFN(nn.Module):
         """The projections, and `h_dropout` where there is one; a subclass may borrow them."""
         return self._modules
 
-    activation, threshold = _handed_on("act", "name"), _handed_on("act", "threshold")
-    collect_l1 = _gone("collect_l1", "twell.collect_l1(layer)")
-    record = _gone("record", "twell.sparse.observe.Collector([layer], counts=True)")
-    token_mask = _gone("token_mask", "twell.sparse.observe.Collector([layer], token_mask=...)")
-    calibration, observed = _handed_on("chooser", "calibration"), _handed_on("chooser", "observed")
+    activation = property(lambda layer: layer.act.name)
+    threshold = property(lambda layer: layer.act.threshold)
+    observed = property(lambda layer: layer.chooser.observed)
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """See `Chooser.calibration`."""
+        return self.chooser.calibration
+
+    @calibration.setter
+    def calibration(self, calibration: Calibration | None) -> None:
+        self.chooser.calibration = calibration
 
     @property
     def l1(self) -> Tensor | None:
@@ -282,16 +270,6 @@ class SparseFFN(nn.Module):
         """Plan for this activity: see `Chooser.observe`."""
         self.chooser.observe(active, union, tokens)
 
-    def _check_loaded(self, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
-        """Refuse FP8 values for weights that are not in FP8: without scales they mean nothing."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            weight = state_dict.get(f"{prefix}{name}.weight")
-            in_fp8 = weight is not None and weight.dtype == float8.FLOAT8
-            if in_fp8 and not isinstance(getattr(self, name), float8.Float8Linear):
-                raise ValueError(
-                    f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first"
-                )
-
     def _keep_strides(self, _: object = None) -> None:
         if self._has_kernels and why_called(self.down_proj) is None:
             store_neuron_major(self.down_proj)
@@ -320,8 +298,9 @@ class SparseFFN(nn.Module):
         return self.dense_down
 
     def forward(self, x: Tensor) -> Tensor:
-        quick = self._compiles_to_modules if torch.compiler.is_compiling() else self._quick_path
-        if (path := quick(x)) is not None:
+        compiling = torch.compiler.is_compiling()
+        path = self._choose_compiled(x) if compiling else backends.choose_eager(self, x)
+        if path is not None:
             if path == MODULES:
                 return self._by_modules(x)
             if (y := backends.replayed(self, x, path)) is not None:
@@ -333,7 +312,7 @@ class SparseFFN(nn.Module):
         if self.quantized:
             x = self._for_inference(x)
         rows, leading = x.reshape(-1, self.hidden_size), x.shape[:-1]
-        box = torch.compiler.is_compiling() or self.outbox.compiled
+        box = compiling or self.outbox.compiled
         watch = self.outbox if box else open_collector()
         trains = self.training and self.outbox.watch_capacity
         wants = Wants(self.training, trains).beside(None if watch is None else watch.wants)
@@ -346,12 +325,12 @@ class SparseFFN(nn.Module):
             result = order.undo(backends.sparse(self, order.take(rows), wants))
         if wants.hidden and not box:  # sparse backends keep no h
             show_hidden(self, *(result.hidden or self.activations(x)))
-        self._show(watch, wants, result, leading)
+        self.outbox.show(self, watch, wants, result, leading, torch.is_grad_enabled())
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
 
     def _by_modules(self, x: Tensor) -> Tensor:
-        """Compute as a stock module does, in as little Python."""
+        """Compute y as a stock module does, in as little Python, and with few guards."""
         parts, act = self.parts, self.act
         gate, up = parts.get("gate_proj"), parts["up_proj"]
         if gate is None:
@@ -360,27 +339,7 @@ class SparseFFN(nn.Module):
             return parts["down_proj"](torch.relu(gate(x)) * up(x))
         return parts["down_proj"](act.hidden(act.gate(gate(x)), up(x)))
 
-    def _quick_path(self, x: Tensor) -> str | None:
-        """Return the path of an eager call if nobody looks at or changes what it computes."""
-        own, width = self.__dict__, x.shape[-1]  # an attribute of a module may take a microsecond
-        if own["training"] or own["silenced"] or own["edit"] is not None:
-            return None
-        if width != own["hidden_size"] or "h_dropout" in self.parts:
-            return None
-        if open_collector() is not None or own["outbox"].compiled:
-            return None
-        backend = own["_backend"]
-        if backend == "dense" or not own["_has_kernels"]:
-            return MODULES if backend in ("dense", "auto") and not self.quantized else None
-        # The plan of graphs may be another.
-        if backend != "auto" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return None
-        path = own["chooser"].quick_path(x.numel() // width)
-        if path == MODULES:
-            own["chooser"].count(x.numel() // width)
-        return path
-
-    def _compiles_to_modules(self, x: Tensor) -> str | None:
+    def _choose_compiled(self, x: Tensor) -> str | None:
         """Return MODULES for a plain dense pass; each attribute read becomes a guard of its code."""
         if self.training or self.silenced or self.edit is not None or torch.is_grad_enabled():
             return None
@@ -391,10 +350,10 @@ class SparseFFN(nn.Module):
             return None
         if self._backend == "auto":
             num_tokens = x.numel() // self.hidden_size
-            dense = self.chooser.path(num_tokens, situation_of(x)) == "dense"
+            by_modules = self.chooser.path(num_tokens, situation_of(x)) == "dense"
         else:
-            dense = self._backend == "dense"
-        return MODULES if dense and type(parts["up_proj"]) is nn.Linear else None
+            by_modules = self._backend == "dense"
+        return MODULES if by_modules and type(parts["up_proj"]) is nn.Linear else None
 
     def _is_dense(self, rows: Tensor) -> bool:
         """Whether the modules compute the call, by the backend or because they have to."""
@@ -409,23 +368,17 @@ class SparseFFN(nn.Module):
             warn_dense(reason)
         return reason is not None
 
-    def _show(
-        self, watch: Collector | Outbox | None, wants: Wants, result: Result, leading: torch.Size
-    ) -> None:
-        """Hand on the L1 term, as [...] of the input, and the activity of a pass."""
-        grad, activity = torch.is_grad_enabled(), result.activity
-        l1 = result.l1.reshape(leading) if wants.l1 and result.l1 is not None else None
-        if watch is None:
-            self.outbox.last = l1
-        elif watch is self.outbox:
-            watch.leave(l1, activity, grad)
-        else:
-            if watch.wants.activity:
-                self.stats.add(activity, watch.wants.token_mask)
-            if l1 is not None:
-                hand_on(self, l1, grad)
-        if self.training and self.outbox.watch_capacity:
-            self.outbox.need(activity)
+    def _for_inference(self, x: Tensor) -> Tensor:
+        """x in autocast's type; raises for gradients, and for values that are not bf16 then."""
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.parameters())):
+            raise RuntimeError(
+                "FP8 weights have no gradients; use torch.no_grad(), or train the bf16 weights "
+                "(twell.dequantize_ puts them back)"
+            )
+        x = x.to(backends.dtype_of(x))
+        if x.dtype != torch.bfloat16:
+            raise TypeError(f"x is {x.dtype}; a layer with FP8 weights computes in torch.bfloat16")
+        return x
 
     def _replicate_for_data_parallel(self) -> SparseFFN:
         """Return a replica for nn.DataParallel, which computes on another device and thread.
@@ -438,26 +391,15 @@ class SparseFFN(nn.Module):
         replica.train_path = None
         return replica
 
-    def _for_inference(self, x: Tensor) -> Tensor:
-        """x in autocast's type; raises for gradients, and for values that are not bf16 then."""
-        trained = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *self.parameters()))
-        if trained:
-            raise RuntimeError(
-                "FP8 weights have no gradients; use torch.no_grad(), or train the bf16 weights "
-                "(twell.dequantize_ puts them back)"
-            )
-        x = x.to(backends.dtype_of(x))
-        if x.dtype != torch.bfloat16:
-            raise TypeError(f"x is {x.dtype}; a layer with FP8 weights computes in torch.bfloat16")
-        return x
-
     def activations(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the dense (g, h), both [..., N]; a neuron is active where g != 0."""
-        if self.gate_proj is None:
-            g = self.act.gate(self.up_proj(x))
-            return g, self.act.hidden(g, None)
-        g = self.act.gate(self.gate_proj(x))
-        return g, self.act.hidden(g, self.up_proj(x))
+        parts, act = self.parts, self.act
+        gate, up = parts.get("gate_proj"), parts["up_proj"]
+        if gate is None:
+            g = act.gate(up(x))
+            return g, act.hidden(g, None)
+        g = act.gate(gate(x))
+        return g, act.hidden(g, up(x))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""

@@ -330,6 +330,29 @@ class Outbox:
         self.l1, self.grad, self.used = l1, grad, True
         self.activity = activity if self.wants.activity else None
 
+    def show(
+        self,
+        ffn: nn.Module,
+        watch: Collector | Outbox | None,
+        wants: Wants,
+        result: Result,
+        leading: torch.Size,
+        grad: bool,
+    ) -> None:
+        """Hand on the L1 term, as [...] of the input, and the activity of a pass of this layer."""
+        l1 = result.l1.reshape(leading) if wants.l1 and result.l1 is not None else None
+        if watch is None:
+            self.last = l1
+        elif watch is self:
+            self.leave(l1, result.activity, grad)
+        else:
+            if watch.wants.activity:
+                ffn.stats.add(result.activity, watch.wants.token_mask)
+            if l1 is not None:
+                hand_on(ffn, l1, grad)
+        if ffn.training and self.watch_capacity:
+            self.need(result.activity)
+
     @torch.no_grad()
     def need(self, activity: Activity) -> None:
         """Raise `needed` to the capacity that a pass in training mode needed."""

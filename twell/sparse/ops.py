@@ -50,7 +50,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode, is_traceable_wrapper_subclass
 
 from twell.sparse import float8, reference
-from twell.sparse.activations import Activation, Weights, get_activation
+from twell.sparse.activations import Weights, get_activation
 from twell.sparse.float8 import FLOAT8
 from twell.sparse.formats import MAX_COLUMNS, check_tensor
 from twell.sparse.projections import is_transformed
@@ -121,25 +121,17 @@ def _compute(
     out: Tensor | None = None,
 ) -> Tensor:
     """`sparse_ffn` of plain tensors, after all checks."""
-    _check_once(x, (*weights.tensors, x_scale))
+    _check_once(x, weights, x_scale)
     _check_results(x, activity, out)
     if len(x) == 0:
         return empty_output(x) if out is None else out
     x, weights = prepare(x), aligned(weights)
     with on_device(x):
         if x_scale is None and replay.fits(x):
-            return replay.ffn(PATHS[path], x, weights, activity, out)
+            y = replay.ffn(PATHS[path], x, weights, activity, out)
+            if y is not None:
+                return y
         return PATHS[path](x, weights, x_scale, activity=activity, out=out)
-
-
-def replayed(x: Tensor, weights: Weights, path: str, activity: Tensor | None) -> Tensor | None:
-    """`sparse_ffn` without its checks, where such a call has passed them and is a graph; or None.
-
-    x and the weights are on one device.
-    """
-    if not is_eager(x) or x.get_device() != torch.cuda.current_device() or not replay.fits(x):
-        return None
-    return replay.again(PATHS[path], x, weights, activity)
 
 
 def choose(num_tokens: int) -> str:
@@ -204,23 +196,13 @@ def _aligned(tensor: Tensor | None) -> Tensor | None:
 
 
 def check_tensors(
-    x,
-    w_gate,
-    w_up,
-    w_down_t,
-    b_gate=None,
-    b_up=None,
-    b_down=None,
-    s_gate=None,
-    s_up=None,
-    x_scale=None,
-    *,
-    by_kernels: bool = True,
+    x: Tensor, weights: Weights, x_scale: Tensor | None = None, *, by_kernels: bool = True
 ) -> None:
     """Raise ValueError or TypeError for tensors that do not fit together.
 
     by_kernels: also for types and sizes that the kernels do not take; see the module.
     """
+    w_gate, w_up = weights[:2]
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected [tokens, hidden_size]")
     in_fp8 = FLOAT8 in (x.dtype, w_up.dtype)
@@ -235,26 +217,19 @@ def check_tensors(
         raise ValueError(f"x has hidden_size={k}, expected a multiple of 16")
     if by_kernels and not 1 <= n <= MAX_COLUMNS:
         raise ValueError(f"w_up has intermediate_size={n}, expected 1 to {MAX_COLUMNS}")
-    if w_gate is None and b_gate is not None:
+    if w_gate is None and weights.b_gate is not None:
         raise ValueError("b_gate is given without w_gate; the bias of a non-gated layer is b_up")
     rest, first = (torch.bfloat16, FLOAT8) if in_fp8 else (x.dtype, x.dtype)
-    for name, tensor, shape, dtype in (
-        ("w_gate", w_gate, (n, k), first),
-        ("w_up", w_up, (n, k), first),
-        ("w_down_t", w_down_t, (n, k), rest),
-        ("b_gate", b_gate, (n,), rest),
-        ("b_up", b_up, (n,), rest),
-        ("b_down", b_down, (k,), rest),
-        ("x_scale", x_scale, x.shape[:1], torch.float32),
-        ("s_gate", s_gate, (n,), torch.float32),
-        ("s_up", s_up, (n,), torch.float32),
-    ):
+    shapes = (n, k), (n, k), (n, k), (n,), (n,), (k,), (n,), (n,), x.shape[:1]
+    dtypes = first, first, *(rest,) * 4, *(torch.float32,) * 3
+    names, given = (*Weights._fields[:8], "x_scale"), (*weights.tensors, x_scale)
+    for name, tensor, shape, dtype in zip(names, given, shapes, dtypes, strict=True):
         if tensor is not None:
             _check_tensor(name, tensor, tuple(shape), dtype, x.device)
     for name, tensor, belongs in (
         ("x_scale", x_scale, x.dtype == FLOAT8),
-        ("s_gate", s_gate, in_fp8 and w_gate is not None),
-        ("s_up", s_up, in_fp8),
+        ("s_gate", weights.s_gate, in_fp8 and w_gate is not None),
+        ("s_up", weights.s_up, in_fp8),
     ):
         if (tensor is not None) != belongs:
             given = "missing" if belongs else "given"
@@ -263,12 +238,13 @@ def check_tensors(
             )
 
 
-def _check_once(x: Tensor, tensors: tuple[Tensor | None, ...]) -> None:
+def _check_once(x: Tensor, weights: Weights, x_scale: Tensor | None) -> None:
     """`check_tensors`, whose answer depends on nothing but these properties."""
+    tensors = *weights.tensors, x_scale
     given = [t if t is None else (type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
     case = x.shape, x.dtype, x.device, *given
     if case not in _CHECKED:
-        check_tensors(x, *tensors)
+        check_tensors(x, weights, x_scale)
         if len(_CHECKED) >= MAX_CASES:
             _CHECKED.clear()
         _CHECKED.add(case)
@@ -310,13 +286,18 @@ def _check_tensor(
 
 # --- operators --------------------------------------------------------------------------------
 
+OPTIONAL = "b_gate", "b_up", "b_down", "x_scale", "s_gate", "s_up"
+TENSORS = "x", "w_gate", "w_up", "w_down", *OPTIONAL  # the arguments of operators
 SCHEMA = "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down, " + "".join(
-    f"Tensor? {name}=None, " for name in ("b_gate", "b_up", "b_down", "x_scale", "s_gate", "s_up")
+    f"Tensor? {name}=None, " for name in OPTIONAL
 )
 
 
-def _weights(act: Activation, w_gate, w_up, w_down, *others) -> tuple[Weights, Tensor | None]:
+def weights_of(
+    activation: str, threshold: float, w_gate, w_up, w_down, *others
+) -> tuple[Weights, Tensor | None]:
     """The weights and x_scale of an operator's arguments behind x."""
+    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     b_gate, b_up, b_down, x_scale, s_gate, s_up = *others, *(None,) * (6 - len(others))
     first = w_gate, w_up, w_down.t(), b_gate, b_up, b_down
     return Weights(*first, s_gate, s_up, act=act), x_scale
@@ -335,17 +316,15 @@ def _arguments(weights: Weights, x_scale: Tensor | None) -> tuple[Tensor | None,
 )
 def operator(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
     """y by a path of PATHS; None: by the number of tokens."""
-    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
-    weights, x_scale = _weights(act, w_gate, *tensors)
+    weights, x_scale = weights_of(activation, threshold, w_gate, *tensors)
     return _compute(x, weights, known_path(path) or choose(len(x)), x_scale)
 
 
 @operator.register_fake
 def _(x, w_gate, *tensors, activation="relu", threshold=0.0, path=None):
-    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
+    weights, x_scale = weights_of(activation, threshold, w_gate, *tensors)
     known_path(path)
-    weights, x_scale = _weights(act, w_gate, *tensors)
-    check_tensors(x, *weights.tensors, x_scale)
+    check_tensors(x, weights, x_scale)
     return empty_output(x)
 
 
@@ -387,10 +366,9 @@ def traced_decode(
     A call of an operator waits for Python longer than these kernels take. few.py has no such form:
     its descriptors and overlapping launches cannot be traced.
     """
-    act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
-    biases, scales = (b_gate, b_up, b_down), (s_gate, s_up)
-    weights = Weights(w_gate, w_up, w_down.t(), *biases, *scales, act=act)
-    check_tensors(x, *weights.tensors, x_scale)
+    others = b_gate, b_up, b_down, x_scale, s_gate, s_up
+    weights, _ = weights_of(activation, threshold, w_gate, w_up, w_down, *others)
+    check_tensors(x, weights, x_scale)
     return decode.vector_ffn(x.contiguous(), weights, x_scale)
 
 
@@ -398,9 +376,9 @@ def _traced(x: Tensor, weights: Weights, path: str | None, x_scale: Tensor | Non
     """`sparse_ffn` where the call is traced or transformed."""
     act, arguments = weights.act, _arguments(weights, x_scale)
     if path == "dense" or is_transformed():
-        check_tensors(x, *weights.tensors, x_scale)
+        check_tensors(x, weights, x_scale)
         if weights.s_up is not None:
-            return float8.dense(x, *arguments, act=act, down=weights.down_fp8)
+            return float8.dense(x, weights, x_scale)
         return reference.ffn(x, *arguments[:6], act=act)
     given = {"activation": act.name, "threshold": act.threshold}
     if path == "decode" and _can_trace(x, weights):
@@ -486,7 +464,7 @@ def ffn(
         raise RuntimeError("out is given, and a tensor requires gradients; use torch.no_grad()")
     unfit = is_transformed() or (path in (None, "dense") and not takes(rows, len(w_up)))
     if unfit or (path == "dense" and learns):
-        check_tensors(rows, *weights.tensors, by_kernels=False)
+        check_tensors(rows, weights, by_kernels=False)
         y = reference.ffn(rows, *_arguments(weights, None)[:6], act=act)
         y = y if out is None else given.copy_(y)
     elif learns:

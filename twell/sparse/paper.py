@@ -28,7 +28,7 @@ def ffn_twell(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, comp
     """
     gate.check_compression(compression)
     weights = Weights(w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
-    check_tensors(x, *weights.tensors)
+    check_tensors(x, weights)
     if len(x) == 0:
         return empty_output(x)
     x = prepare(x)
@@ -39,5 +39,5 @@ def ffn_twell(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, comp
 @ffn_twell.register_fake
 def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=8):
     gate.check_compression(compression)
-    check_tensors(x, w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
+    check_tensors(x, Weights(w_gate, w_up, w_down.t(), b_gate, b_up, b_down))
     return empty_output(x)

@@ -35,7 +35,7 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 # depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
-MODULES = "modules"  # see `Chooser.quick_path`
+MODULES = "modules"  # the path of a dense call without the kernels
 # Dense eager calls of at most so many tokens wait for Python, of which the modules need least: in a
 # model on an H100, 2,048 tokens take 0.27 ms a layer longer by the kernels.
 WAITING = 4096
@@ -80,12 +80,11 @@ def situation_of(x: Tensor) -> str:
 class Choice(NamedTuple):
     """How one call is computed.
 
-    by_modules: a dense call without the kernels. activity: counters that the kernels add to.
+    path: MODULES is a dense call without the kernels. activity: counters that the kernels add to.
     warm_up: a path to run before. due: whether `Chooser.end` has to follow.
     """
 
     path: str
-    by_modules: bool = False
     activity: Tensor | None = None
     warm_up: str | None = None
     due: bool = False
@@ -120,7 +119,7 @@ class Chooser:
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "_counters", "_of_class", "_copy", "_choices", "_paths", "_warm", "_quick", "plans"
+        own = "_counters", "_of_class", "_copy", "_paths", "_warm", "_quick", "plans"
         return {name: value for name, value in vars(self).items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -140,7 +139,6 @@ class Chooser:
             calibration.check_shape(*self.shape)
             calibration.check_precision(self._quantized)
         self._calibration = calibration
-        self._choices.clear()
         self._make_plan()
 
     @property
@@ -195,7 +193,7 @@ class Chooser:
     def quick_path(self, num_tokens: int) -> str | None:
         """Return the path of an eager call that `choose` would only count: see `count`.
 
-        None: `choose` has to be called. MODULES: dense without the kernels.
+        None: `choose` has to be called.
         """
         calls = self._calls[_class(num_tokens)] + 1
         due = not self.frozen and calls & (calls - 1) == 0
@@ -210,7 +208,6 @@ class Chooser:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         if name != self.device_name:
             self.device_name = name
-            self._choices.clear()
             self._make_plan()
 
     def choose(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Choice:
@@ -222,15 +219,14 @@ class Chooser:
         if self.device_name is None:
             self.place(x.device)
         due, path = self.begin(num_tokens), self.path(num_tokens)
-        by_modules = path == "dense" and num_tokens <= WAITING and not self._quantized
         activity = self.activity_of(path, num_tokens, x.device)
         if path == "dense" and due:
             count_activity(sampled_blocks(x), gate, self.counters(num_tokens, x.device))
         if num_tokens <= WAITING:  # calls of more are never replayed
-            self._quick[num_tokens] = MODULES if by_modules else path
-        # A call by modules loads no kernels.
-        warm_up = self._to_warm_up(num_tokens, None if by_modules else path)
-        return Choice(path, by_modules, activity, warm_up, due)
+            if path == "dense" and not self._quantized:
+                path = MODULES
+            self._quick[num_tokens] = path
+        return Choice(path, activity, self._to_warm_up(num_tokens, path), due)
 
     def activity_of(self, path: str, num_tokens: int, device: torch.device) -> Tensor | None:
         """Return the counters to which an eager call by a path adds, if it does."""
@@ -256,10 +252,11 @@ class Chooser:
         if self._counters is not None:
             self._copy = _begin_copy(self._counters)
 
-    def _to_warm_up(self, num_tokens: int, taken: str | None) -> str | None:
+    def _to_warm_up(self, num_tokens: int, taken: str) -> str | None:
         """The path of graphs, where it is not the one `taken` by this eager call; only once.
 
-        A call before a capture is to compile and load what the capture launches.
+        A call before a capture is to compile and load what the capture launches. One by modules
+        loads no kernels.
         """
         path = self.path(num_tokens, GRAPH)
         if path == taken or (num_tokens, path) in self._warm:
@@ -270,8 +267,6 @@ class Chooser:
     # --- the plans
 
     def _forget_plans(self) -> None:
-        # By power: observation, and paths by situation.
-        self._choices: dict[int, tuple[Any, dict[str, str]]] = {}
         self.plans: dict[str, tuple[tuple[int, str], ...]] = {}
         # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
         self._paths: dict[str, list[str]] = {}
@@ -284,15 +279,12 @@ class Chooser:
             *self.shape, self._quantized, self.device_name or ""
         )
         activities = {size: self._activity(size, calibration) for size in CLASSES}
+        dense, choices = dict.fromkeys(SITUATIONS, "dense"), []
         for power in POWERS:
             activity = activities[min(power, BLOCK)]
-            if power not in self._choices or self._choices[power][0] != activity:
-                paths = dict.fromkeys(SITUATIONS, "dense")
-                if activity is not None:
-                    paths = calibration.choices(power, *activity)
-                self._choices[power] = activity, paths
+            choices.append(dense if activity is None else calibration.choices(power, *activity))
         for situation in SITUATIONS:
-            paths = [self._choices[power][1][situation] for power in POWERS]
+            paths = [choice[situation] for choice in choices]
             same = groupby(zip(POWERS, paths, strict=True), key=itemgetter(1))
             self._paths[situation] = paths
             self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)

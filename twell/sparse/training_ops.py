@@ -23,7 +23,7 @@ from torch import Tensor
 from twell.kernels import entries, training
 from twell.kernels.common import Gradients, on_device
 from twell.kernels.paper import hybrid
-from twell.sparse.activations import ACTIVATIONS, RELU, Activation, Weights, get_activation
+from twell.sparse.activations import ACTIVATIONS, RELU, Weights, get_activation
 from twell.sparse.observe import Activity, Result, mean_entries
 from twell.sparse.ops import aligned, check_tensors, is_eager, prepare
 
@@ -113,11 +113,12 @@ class TrainPath:
             setup_context=self.save,
         )
 
-    def check(self, x, *rest) -> Activation:
-        """The activation, after all checks."""
+    def check(self, x, *rest) -> tuple[Weights, Tensor | None, int]:
+        """The weights, token_mask and capacity, after all checks."""
         *tensors, token_mask, capacity, name, threshold = rest
-        check_tensors(x, *tensors)
         act = get_activation(name, threshold, gated=tensors[0] is not None, sparse=True)
+        weights = Weights(*tensors, act=act)
+        check_tensors(x, weights)
         if act != RELU and self.path is hybrid:
             raise ValueError(
                 f"path 'hybrid' takes 'relu' without a threshold; use path 'union' for "
@@ -134,21 +135,18 @@ class TrainPath:
                 f"token_mask has shape {tuple(token_mask.shape)}, "
                 f"expected {num_tokens} entries, one a token"
             )
-        return act
+        return weights, token_mask, capacity
 
     def forward(self, x, *rest):
-        act = self.check(x, *rest)
-        *tensors, token_mask, capacity, _, _ = rest
-        x, weights = prepare(x), aligned(Weights(*tensors, act=act))
+        weights, token_mask, capacity = self.check(x, *rest)
+        x, weights = prepare(x), aligned(weights)
         with on_device(x):
             if token_mask is not None:
                 token_mask = token_mask.reshape(-1) != 0
             return self.path.forward(x, weights, token_mask, capacity)
 
     def fake_forward(self, x, *rest):
-        self.check(x, *rest)
-        *tensors, _, capacity, _, _ = rest
-        weights = Weights(*tensors)
+        weights, _, capacity = self.check(x, *rest)
         num_tokens, intermediate_size = x.shape[0], weights.w_up.shape[0]
         return (
             x.new_empty(x.shape),
