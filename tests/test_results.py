@@ -64,6 +64,18 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     assert results.commit() == "given"
 
 
+def test_nothing_is_kept_without_provenance(tmp_path):
+    for missing in results.PROVENANCE_FIELDS:
+        origin = PROVENANCE | {missing: ""}
+        with pytest.raises(ValueError, match=missing):
+            results.write_run(tmp_path / "run", {}, origin)
+        with pytest.raises(ValueError, match=missing):
+            results.append_rows(tmp_path / "b.csv", [{"tokens": 3}], origin)
+        with pytest.raises(ValueError, match=missing):
+            results.write_evaluation(tmp_path / "c.json", origin | {"lm_eval": {}})
+    assert not any(tmp_path.iterdir())
+
+
 def test_atomic_writing_keeps_the_old_file_when_it_fails(tmp_path, monkeypatch):
     results.write_atomically(tmp_path / "x", "old")
 

@@ -183,6 +183,13 @@ def _launcher() -> list[str]:
     return [*words, "--num_processes", processes]
 
 
+def _check_provenance(origin: dict) -> None:
+    if missing := ", ".join(field for field in PROVENANCE_FIELDS if not origin.get(field)):
+        raise ValueError(
+            f"provenance without {missing}: a result is only kept with where it came from"
+        )
+
+
 # --- files --------------------------------------------------------------------------------------
 
 
@@ -237,8 +244,9 @@ def kept(path: str | Path) -> Path:
 def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
     """Append measured rows to a CSV, each with device, versions, commit, command and date.
 
-    Raises ValueError when the file has other columns.
+    Raises ValueError when the provenance is not whole, or when the file has other columns.
     """
+    _check_provenance(origin)
     where = {field: origin[field] for field in ("device", "commit", "command", "date")}
     where["versions"] = "; ".join(" ".join(pair) for pair in origin["versions"].items())
     table, path = pd.DataFrame([row | where for row in rows]), Path(path)
@@ -258,8 +266,10 @@ def append_rows(path: str | Path, rows: list[dict], origin: dict) -> None:
 def write_run(folder: str | Path, config: dict, origin: dict) -> None:
     """Write a run's configuration and provenance.
 
-    The provenance comes first: a folder with nothing but a config.yaml may be somebody's.
+    The provenance comes first: a folder with nothing but a config.yaml may be somebody's. Raises
+    ValueError when the provenance is not whole.
     """
+    _check_provenance(origin)
     write_atomically(Path(folder) / "provenance.json", json.dumps(origin, indent=2) + "\n")
     write_atomically(Path(folder) / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
@@ -403,7 +413,11 @@ def model_name(path: str | Path) -> str:
 
 
 def write_evaluation(path: str | Path, record: dict) -> None:
-    """Write what `evaluate.run` returned as JSON, in place of an older one."""
+    """Write what `evaluate.run` returned as JSON, in place of an older one.
+
+    Raises ValueError when the provenance is not whole.
+    """
+    _check_provenance(record)
     write_atomically(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     Path(f"{path}.xz").unlink(missing_ok=True)
 

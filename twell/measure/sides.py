@@ -163,6 +163,7 @@ class Subject:
         columns; the model computes by the provider already. per_run: the calls that a run makes.
         """
         worst: dict[Provider, float] = {}
+        paths: dict[Provider, str] = {}  # read while the model computes by the provider
 
         def prepare(provider: Provider) -> Call:
             eager = replace(provider, compilation=EAGER)
@@ -171,6 +172,7 @@ class Subject:
                 what = f"{provider.backend} {provider.precision or 'bf16'} of {judge.title}"
                 worst[eager] = check.check_layers(self.model.ffns, once, what)
             self.become(provider)
+            paths[provider] = self.paths(provider, case["tokens"])
             result, run, columns = take(provider)
             error = judge.check(provider.name, result, provider.in_fp8)
             columns["relative_rms"] = significant(error, 3)
@@ -178,9 +180,8 @@ class Subject:
             return Call(run, columns, per_run, enter=functools.partial(self.become, provider))
 
         passes = SimpleNamespace(gpu=self.gpu, prepare=prepare)
-        tokens = case["tokens"]
         return [
-            case | {"provider": one.name, "path": self.paths(one, tokens)} | columns
+            case | {"provider": one.name, "path": paths[one]} | columns
             for one, columns in bench(passes, providers, "pass").items()
         ]
 
