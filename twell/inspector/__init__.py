@@ -11,7 +11,7 @@ widget sends it to JupyterLab, `page` writes it into an HTML file, and both run 
     notes       one's own notes on neurons, in a file beside the model
     pages       the page, the atlas, and the script and style that they share with the widget
     widget      the widget (anywidget)
-    browser/    ES modules, CSS and the frame of a page
+    browser/    ES modules, CSS and the frame of a page; npm run build writes their bundles
 """
 
 from twell.lazy import hand_on

@@ -1,8 +1,8 @@
 // Finding neurons: a search, a scatter, and the list of what was found.
 
+import { scatter } from "./charts.js";
 import { range } from "./data.js";
 import { button, element, labelled, pill, renew, select, table } from "./elements.js";
-import { scatter } from "./scatter.js";
 import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural } from "./words.js";
 
@@ -14,7 +14,7 @@ export class Browse {
     Object.assign(this, { view, state: view.state });
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
-    this.plot = element("div.tw-scatter");
+    this.plot = element("div");
     this.list = element("div.tw-found.tw-scrolled");
     const toggled = () => {
       if (this.node.open !== this.state.query.finding) this.ask({ finding: this.node.open });
@@ -60,7 +60,8 @@ export class Browse {
     const shown = `${asked} ${this.rows} ${found.length} ${selected}`;
     const choose = (index) => this.choose(index);
     const drawn = overview?.fires; // without an aggregate there are no points
-    renew(this.plot, drawn ? scatter(overview, asked, found, selected, choose) : []);
+    const chart = () => scatter(overview, found, selected, choose);
+    renew(this.plot, drawn ? [["chart", `${asked} ${selected}`, chart]] : []);
     const add = () => {
       this.rows += ROWS;
       view.schedule();

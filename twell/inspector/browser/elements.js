@@ -1,5 +1,7 @@
 // Helpers that make and replace the elements of the view, and small parts that several cards share.
 
+import morphdom from "morphdom";
+
 import { BYTES, signed } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -49,58 +51,26 @@ export function renew(parent, parts) {
   });
 }
 
-// One node can be made like the other. `data-of` says what an element belongs to: for something
-// else it is replaced, and scrolls from its start.
-function alike(old, fresh) {
-  const kind = (node) => node.getAttribute?.("class")?.split(" ")[0];
-  const same = old.nodeName === fresh.nodeName && kind(old) === kind(fresh);
-  return same && old.dataset?.of === fresh.dataset?.of;
-}
-
 // Make a node like a new one and return the node in its place. Elements stay, so that the focus, a
-// press of the mouse, an open explanation and text that is being typed outlast a drawing.
+// press of the mouse, an open explanation and text that is being typed outlast a drawing. `data-of`
+// says what an element belongs to: for something else it is replaced, and scrolls from its start.
+// A chart is replaced, since Plot listens to the pointer on it.
 function patch(old, fresh) {
-  if (!alike(old, fresh)) {
+  if (old.matches("figure, svg")) {
     old.replaceWith(fresh);
     return fresh;
   }
-  if (old.nodeType === Node.TEXT_NODE) {
-    if (old.data !== fresh.data) old.data = fresh.data;
-    return old;
-  }
-  const typed = fresh.defaultValue !== old.defaultValue; // the state changed, so it is shown
-  for (const name of old.getAttributeNames())
-    if (!fresh.hasAttribute(name)) old.removeAttribute(name);
-  for (const { name, value } of fresh.attributes)
-    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
-  for (const name of HANDLERS) old[name] = fresh[name];
-  const { value, checked, selectedIndex } = fresh;
-  patchChildren(old, [...fresh.childNodes]);
-  if (typed) old.value = value;
-  if (old.checked !== checked) old.checked = checked;
-  if (old.selectedIndex !== selectedIndex) old.selectedIndex = selectedIndex;
-  return old;
-}
-
-function patchChildren(parent, nodes) {
-  let place = parent.firstChild;
-  const drop = (end) => {
-    while (place !== end) {
-      const { nextSibling } = place;
-      place.remove();
-      place = nextSibling;
-    }
-  };
-  for (const node of nodes) {
-    let match = place;
-    while (match && !alike(match, node)) match = match.nextSibling;
-    if (!match) parent.insertBefore(node, place);
-    else {
-      drop(match);
-      place = patch(match, node).nextSibling;
-    }
-  }
-  drop(null);
+  return morphdom(old, fresh, {
+    getNodeKey: (node) => node.dataset?.of,
+    onBeforeElUpdated(from, to) {
+      for (const name of HANDLERS) from[name] = to[name];
+      const typed = to.matches("input, textarea") && from.defaultValue === to.defaultValue;
+      if (typed) to.value = from.value;
+      const chart = to.matches("figure, svg");
+      if (chart) from.replaceWith(to);
+      return !chart;
+    },
+  });
 }
 
 export function button(classes, onclick, ...parts) {
@@ -178,11 +148,12 @@ export function numberBox(label, value, choose, attributes = {}) {
 // A question mark that explains a label in one sentence: below the pointer, or in a box when it is
 // pressed.
 export function help(sentence) {
-  const box = element("div.tw-tip", { popover: "auto" }, sentence);
-  const about = { type: "button", title: sentence, "aria-label": "explanation" };
-  const mark = element("button.tw-help", about, "?");
-  mark.popoverTargetElement = box;
-  return [mark, box];
+  const show = ({ currentTarget }) => currentTarget.nextElementSibling.togglePopover();
+  const about = { title: sentence, "aria-label": "explanation" };
+  return [
+    button(".tw-help", show, about, "?"),
+    element("div.tw-tip", { popover: "auto" }, sentence),
+  ];
 }
 
 export function closer(label, act) {

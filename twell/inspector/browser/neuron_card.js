@@ -1,11 +1,11 @@
 // The card of the selected neuron: its firings in the passage, and what is known of it beyond.
 
+import { drawHistogram, histograms, pairsOf } from "./charts.js";
 import { makeScale } from "./colours.js";
 import { alikeness, changeControls } from "./compare.js";
 import { range, strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
 import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
-import { drawHistogram, histograms, pairsOf } from "./histogram.js";
 import { integer, number, percent, signed } from "./words.js";
 
 const NEAR = 50; // places in the passage where a neuron fires most

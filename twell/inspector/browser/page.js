@@ -119,11 +119,11 @@ function loadChunk(name) {
 }
 
 // parent: the element to fill; first: the view to begin with; atlas: neurons without a passage.
-export function openPage(parent, first, atlas = false) {
+globalThis.twellOpen = (parent, first, atlas) => {
   const data = fromBase64(document.getElementById("data").textContent);
   const state = { ...first, data, texts: [], runs: false, busy: false, error: "" };
   const begin = atlas
     ? { layer: null, neuron: null, ...QUERY, finding: true }
     : { ...first, ...QUERY };
   new View(new PageModel(state, begin, atlas), parent);
-}
+};
