@@ -117,6 +117,32 @@ def test_a_click_silences_a_neuron(live, pair):
     assert widget.changes == [] and page.locator(".tw-text").count() == 1
 
 
+@in_browser
+def test_neurons_of_the_list_are_silenced_together(live, pair):
+    widget = twell.inspect(pair, TEXT)
+    page = live(widget)
+    page.get_by_text("Neurons that are a class").click()
+    page.get_by_label("class of tokens").select_option("word start")
+    settle(page)
+    names = [page.locator("button.tw-hit b").nth(n).text_content() for n in (0, 2)]
+    for name in names:
+        page.get_by_label(f"choose {name}", exact=True).check()
+    page.get_by_role("button", name="silence 2 neurons together").click()
+    strip = page.locator(".tw-strip-of-changes")
+    strip.wait_for()
+    pairs = [tuple(map(int, name.split(" \u00b7 "))) for name in names]
+    expected = [{"layer": layer, "neuron": neuron, "scale": 0} for layer, neuron in pairs]
+    assert widget.changes == expected
+    # The loss at the selected tokens, too.
+    strings = widget.trace.strings
+    words = [text.startswith(" ") and text != " " for text in strings]
+    chosen = np.array(words) | (widget.trace.position == 0)
+    assert sum(chosen) == page.locator(".tw-member").count() / 2
+    losses = [-np.nanmean(side.trace.logprob[chosen]) for side in widget.sides]
+    line = f"at the selected tokens {losses[0]:.3f} \u2192 {losses[1]:.3f} nats"
+    assert line in strip.text_content()
+
+
 # --- two sides
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import numpy as np
 import pytest
@@ -75,6 +76,163 @@ def test_neurons_are_found_by_their_examples(open_page):
     first = hits(page)[0]
     click(page, "button.tw-hit", 0)
     assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
+
+
+# --- tokens to neurons
+
+WORDS = ["The", " year", " 18", "62", ".", " It", " was", " $", "51", ",", " In", "ner"]
+# Of each selection an expression of Python's that matches its tokens in the text.
+SELECTED = {
+    "digits": r"\d",
+    "digits after digits": r"(?<=\d)(?:62|51)",
+    "capitals": r"The| In| It",
+    "punctuation": r"[.,]| \$",
+    "word start": r"(?<![a-zA-Z0-9])(?:The|ner)| (?:year|It|was|In)",
+    "inside of a word": r"(?<=[a-zA-Z0-9])(?:The|ner)",
+    "/1|wa/": "1|wa",
+    "in": r"(?i)\bin\b",
+}
+
+
+def members_of(passage, pattern):
+    """Of each token whether it has a part of a match; no match crosses a sequence."""
+    ends = np.append(passage.position[1:] == 0, True)
+    parts = [text + "\0" * int(end) for text, end in zip(passage.strings, ends, strict=True)]
+    token = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    members = np.zeros(len(parts), bool)
+    for match in re.finditer(pattern, "".join(parts)):
+        members[token[match.start() : match.end()]] = True
+    return members
+
+
+@pytest.fixture
+def spoken():
+    """A trace of words and numbers, its mask, and the number of each token's word."""
+    passage, mask = make_trace(SEED, 200, 3, 60, context=50)
+    passage.strings = [WORDS[token] for token in passage.token_ids]
+    return passage, mask
+
+
+def phi(fires, members):
+    """The correlation of two masks; 0 where one is constant."""
+    if fires.all() or members.all() or not fires.any() or not members.any():
+        return 0.0
+    return float(np.corrcoef(fires, members)[0, 1])
+
+
+def ranks(page):
+    """The rows of the ranking: layer, neuron, and the numbers behind."""
+    page.locator("button.tw-hit").first.wait_for()
+    rows = page.eval_on_selector_all(
+        "button.tw-hit", "(nodes) => nodes.map((n) => [...n.children].map((c) => c.textContent))"
+    )
+    plain = [[cell.replace("\u2212", "-").strip("%<") for cell in row] for row in rows]
+    return [(tuple(map(int, row[0].split(" \u00b7 "))), row[1:]) for row in plain]
+
+
+def check_ranks(page, passage, mask, members, later):
+    """The ranking has every neuron with a phi above 0, as slow loops compute it."""
+    expected = {}
+    for layer, neuron in np.ndindex(mask.shape[0], mask.shape[2]):
+        fires, chosen = mask[layer, later, neuron], members[later]
+        if (value := phi(fires, chosen)) > 1e-9:
+            both = (fires & chosen).sum()
+            h = passage.layer(layer).toarray()[later, neuron]
+            expected[layer, neuron] = (
+                *(value, 100 * both / fires.sum(), 100 * both / chosen.sum(), 100 * fires.mean()),
+                *(h[chosen].mean(), h[~chosen].mean()),
+            )
+    while page.locator(".tw-found .tw-more").count():
+        click(page, ".tw-found .tw-more")
+    shown = ranks(page)
+    assert {name for name, _ in shown} == expected.keys()
+    values = [float(row[0]) for _, row in shown]
+    assert values == sorted(values, reverse=True)
+    for name, row in shown[:20]:
+        np.testing.assert_allclose([*map(float, row)], expected[name], rtol=0.06, atol=0.006)
+
+
+def test_neurons_are_ranked_by_the_tokens_that_they_tell_apart(open_page, spoken):
+    passage, mask = spoken
+    page = open_page([Side("random", passage)], {"skip_first": True})
+    click(page, "summary")
+    page.get_by_label("where").select_option("tell tokens apart")
+    later = passage.position > 0
+    for name, pattern in SELECTED.items():
+        members = members_of(passage, pattern)
+        if name in texts(page, "[aria-label='class of tokens'] option"):
+            page.get_by_label("class of tokens").select_option(name)
+        else:
+            page.get_by_label("pattern of tokens").fill(name)
+        if name == "in":
+            page.get_by_label("whole words").check()
+        settle(page)
+        counted = later | members
+        page.locator("[role=status]", has_text=f"for {members.sum()} of 200 tokens").wait_for()
+        check_ranks(page, passage, mask, members, counted)
+        assert page.locator(".tw-member").count() == members.sum()
+    page.get_by_label("pattern of tokens").fill("/(/")
+    page.locator("[role=status]", has_text="Invalid regular expression").wait_for()
+
+
+def test_tokens_are_selected_by_dragging_and_clicking(open_page, spoken):
+    passage, mask = spoken
+    page = open_page([Side("random", passage)])
+    tokens = page.locator(".tw-t")
+    tokens.nth(3).hover()
+    page.mouse.down()
+    tokens.nth(6).hover()
+    page.mouse.up()
+    members = np.zeros(200, bool)
+    members[3:7] = True
+    check_ranks(page, passage, mask, members, passage.position > 0)
+    tokens.nth(10).click()
+    tokens.nth(12).click(modifiers=["Shift"])
+    tokens.nth(4).click(modifiers=["Control"])
+    settle(page)
+    members[10:13], members[4] = True, False
+    check_ranks(page, passage, mask, members, passage.position > 0)
+    assert "selected=3%2C5-6%2C10-12" in page.evaluate("location.hash")
+
+
+def test_tokens_are_told_apart_over_the_examples(open_page, spoken):
+    passage, _ = spoken
+    counted = aggregate_of(passage)
+    counted.strings = [WORDS[token] for token in counted.token_ids]
+    page = open_page([Side("random", passage, counted)], {"skip_first": False})
+    page.goto(page.url + "#finding=yes&where=selected&selected=digits&over=examples")
+    expected = {}
+    for layer, neuron in np.ndindex(3, 60):
+        every = (*counted.top_at[layer, neuron], *counted.quantile_at[layer, neuron])
+        fires, members = [], []
+        for at, near in zip(every, counted.near[layer, neuron], strict=True):
+            if at < 0:
+                continue
+            _, _, ids, here = counted.context(at)
+            start = counted.before - here
+            fires += (near[start : start + len(ids)] != 0).tolist()
+            members += np.isin(ids, [2, 3, 8]).tolist()
+        value = phi(np.array(fires), np.array(members)) if fires else 0.0
+        if value > 1e-9:
+            expected[layer, neuron] = value
+    shown = {name: float(row[0]) for name, row in ranks(page)}
+    assert len(shown) == 50
+    best = sorted(expected, key=expected.get, reverse=True)[: len(shown)]
+    for name in best[:40]:
+        assert shown[name] == pytest.approx(expected[name], abs=6e-4)
+
+
+def test_the_preset_has_the_best_class_of_each_neuron(open_page, spoken):
+    passage, mask = spoken
+    page = open_page([Side("random", passage)])
+    page.get_by_text("Neurons that are a class").click()
+    digits = members_of(passage, r"\d")
+    (layer, neuron), (name, value, *_) = ranks(page)[0]
+    later = passage.position > 0
+    assert float(value) >= round(phi(mask[layer, later, neuron], digits[later]), 3)
+    page.get_by_label("class of tokens").select_option(name)
+    settle(page)
+    assert ranks(page)[0][0] == (layer, neuron) and ranks(page)[0][1][0] == value
 
 
 def find_note(page, words):

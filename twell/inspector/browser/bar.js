@@ -1,7 +1,7 @@
 // The controls above the passage, one or more for each trait of the view.
 
-import { range } from "./data.js";
 import { button, element, help, labelled, numberBox, select } from "./elements.js";
+import { range } from "./words.js";
 
 const COLOURS = [["count", "active neurons"], ["neuron", "one neuron"], ["surprise", "surprise"]];
 const SCALES = [

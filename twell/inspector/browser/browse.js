@@ -1,12 +1,19 @@
 // Finding neurons: a search, a scatter, and the list of what was found.
 
 import { scatter } from "./charts.js";
-import { range } from "./data.js";
-import { button, element, labelled, pill, renew, select, table } from "./elements.js";
-import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
-import { integer, number, percent, plural } from "./words.js";
+import { BEST, isList, listed, listOf, SELECTIONS } from "./classes.js";
+import { canChange, change } from "./compare.js";
+import { button, element, help, labelled, pill, renew, select, table } from "./elements.js";
+import { OVER, QUERY, search, SORTS, STATES, WHERE } from "./search.js";
+import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const ROWS = 50; // of the list, and so many more when asked for
+const RANKING = { finding: true, where: "selected", over: "passage", sort: "match" };
+const ABOUT_RANKS =
+  "Phi: the correlation of firing with being a selected token. Precision: the share of its " +
+  "firings at selected tokens. Recall: the share of these at which it fires. Fires: its share of " +
+  "all tokens. H: its mean at selected tokens and at the others, 0 where it is silent. Over the " +
+  "examples: over the tokens around each neuron\u2019s examples, where it fires more often.";
 const MORE = `show ${ROWS} more`;
 
 export class Browse {
@@ -14,17 +21,19 @@ export class Browse {
     Object.assign(this, { view, state: view.state });
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
+    this.about = element("span", help(ABOUT_RANKS));
     this.plot = element("div");
     this.list = element("div.tw-found.tw-scrolled");
-    const toggled = () => {
-      if (this.node.open !== this.state.query.finding) this.ask({ finding: this.node.open });
+    this.chosen = new Set(); // neurons that are silenced together, by index
+    const toggle = (event) => {
+      event.preventDefault(); // the state opens it
+      this.ask({ finding: !this.state.query.finding });
     };
     this.node = element(
       "details.tw-browse",
-      { open: this.state.query.finding, ontoggle: toggled },
-      element("summary", "Find neurons"),
+      element("summary", { onclick: toggle }, "Find neurons"),
       this.bar,
-      this.count,
+      ...[this.count, this.about],
       element("div.tw-results", this.plot, this.list),
     );
   }
@@ -32,6 +41,26 @@ export class Browse {
   ask(changes) {
     this.state.ask(changes);
     this.view.schedule();
+  }
+
+  // Rank neurons by how well they tell these tokens of the passage from the others.
+  selectTokens({ number }, tokens) {
+    this.state.put({ side: number });
+    this.ask({ ...RANKING, selected: listOf(tokens) || BEST });
+  }
+
+  // The preset "Neurons that are a class".
+  rankClasses() {
+    this.ask({ ...RANKING, selected: BEST });
+  }
+
+  // More of them; other: those that are selected already are not any longer.
+  addTokens(side, tokens, other = false) {
+    const { selected } = this.state.query;
+    const before = isList(selected) ? listed(selected) : [];
+    const after = other ? before.filter((token) => !tokens.includes(token)) : before;
+    const added = tokens.filter((token) => !other || !before.includes(token));
+    this.selectTokens(side, [...after, ...added]);
   }
 
   choose(index) {
@@ -44,20 +73,27 @@ export class Browse {
     const { state, view } = this;
     const { side, layer, neuron } = state.selected();
     const catalog = side?.catalog;
-    this.node.hidden = !catalog;
+    this.node.open = state.query.finding;
     if (!catalog || !this.node.open) return;
     const query = Object.keys(QUERY).map((part) => state.query[part]);
-    const asked = JSON.stringify([...query, side.number, view.built]);
+    const skip = state.get("skip_first");
+    const asked = JSON.stringify([...query, side.number, skip, view.built]);
     if (this.asked !== asked || this.answer.waiting)
-      Object.assign(this, { asked, rows: ROWS, answer: search(catalog, state.query) });
+      Object.assign(this, { asked, rows: ROWS, answer: search(catalog, state.query, side, skip) });
     renew(this.bar, [["bar", `${query} ${side.L}`, () => this.controls(side)]]);
     const { found, waiting, error } = this.answer;
     const overview = catalog.chunk("overview");
     const size = overview?.N ? overview.N * overview.L : 0;
-    const number = `${integer(found.length)} of ${plural(size, "neuron")}`;
+    const members = state.membersOf(side)?.reduce((sum, one) => sum + one, 0);
+    const tokens = members >= 0 && state.query.over === "passage";
+    const number =
+      `${integer(found.length)} of ${plural(size, "neuron")}` +
+      (tokens ? ` for ${integer(members)} of ${plural(side.T, "token")}` : "");
     this.count.textContent = error ?? (waiting ? "loading \u2026" : number);
+    this.about.hidden = !this.answer.tallyOf;
     const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
-    const shown = `${asked} ${this.rows} ${found.length} ${selected}`;
+    const together = [...this.chosen, canChange(state)];
+    const shown = `${asked} ${this.rows} ${found.length} ${selected} ${together}`;
     const choose = (index) => this.choose(index);
     const drawn = overview?.fires; // without an aggregate there are no points
     const chart = () => scatter(overview, found, selected, choose);
@@ -68,6 +104,7 @@ export class Browse {
     };
     const more = found.length > this.rows;
     renew(this.list, [
+      ...(this.chosen.size ? [["chosen", together.join(), () => this.silencing()]] : []),
       ...(found.length ? [["table", shown, () => this.table(overview, selected)]] : []),
       ...(more ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
     ]);
@@ -76,46 +113,118 @@ export class Browse {
     this.opened = false;
   }
 
-  controls({ L }) {
+  controls(side) {
     const { query } = this.state;
-    const among = (part, names, label = part) =>
-      select(label, Object.entries(names), query[part], (value) => this.ask({ [part]: value }));
-    const layers = range(0, L - 1).map((layer) => [layer, `layer ${layer}`]);
+    const among = (part, names) =>
+      select(part, Object.entries(names), query[part], (value) => this.ask({ [part]: value }));
+    const layers = range(0, side.L - 1).map((layer) => [layer, `layer ${layer}`]);
     const inside = (within) => this.ask({ within });
-    const typed = { type: "search", placeholder: "a word, or some", "aria-label": "words to find" };
-    const oninput = ({ target }) => this.ask({ words: target.value });
+    const ranking = query.where === "selected";
     return element(
       "div.tw-bar.tw-finding",
       { role: "search" },
       among("where", WHERE),
-      element("input.tw-query", { ...typed, value: query.words, oninput }),
+      ranking ? this.selecting() : this.box("words", "words to find", query.words, "a word"),
+      ranking && side.T > 0 && side.about.aggregate !== null && among("over", OVER),
       select("layer", [[null, "all layers"], ...layers], query.within, inside),
-      among("state", STATES),
+      !ranking && among("state", STATES),
       labelled("sorted by", among("sort", SORTS)),
     );
   }
 
-  table(overview, selected) {
-    const { found, score } = this.answer;
-    const { where } = this.state.query;
-    const known = overview.fires;
-    const match = score && where !== "note";
-    const matched = (size) =>
-      ["fires", "around"].includes(where) ? `${size} of ${overview.places}` : number(size);
-    const cells = (index) => [
-      element("b", `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`),
-      known && element("span", percent(known[index] / overview.about.tokens)),
-      known && element("span", number(overview.strength[index])),
-      known && element("span.tw-chips", overview.peaksOf(index).map((text) => pill(text))),
-      match && element("span", matched(score[index])),
-    ];
-    const row = (index) => {
-      const about = { "aria-current": index === selected && "true" };
-      return button(".tw-item.tw-hit", () => this.choose(index), about, cells(index));
+  box(part, label, value, placeholder) {
+    const oninput = ({ target }) => this.ask({ [part]: target.value || QUERY[part] });
+    const about = { type: "search", placeholder, "aria-label": label, value, oninput };
+    return element("input.tw-query", about);
+  }
+
+  // Which tokens: a class, a pattern, or those selected in the passage.
+  selecting() {
+    const { query } = this.state;
+    const { selected } = query;
+    const ready = SELECTIONS.includes(selected);
+    const pairs = SELECTIONS.map((name) => [name, name]);
+    if (!ready) pairs.push([selected, isList(selected) ? "selected one by one" : "a pattern"]);
+    const check = (part, label) => {
+      const onchange = ({ target }) => this.ask({ [part]: target.checked });
+      const about = { type: "checkbox", checked: query[part], onchange };
+      return labelled(label, element("input", about));
     };
-    const names = ["neuron", ...(known ? ["fires", "mean |h|", "fires most at"] : [])];
+    return [
+      select("class of tokens", pairs, selected, (name) => this.ask({ selected: name })),
+      this.box("selected", "pattern of tokens", ready ? "" : selected, "a word, or /\\d+/"),
+      check("whole", "whole words"),
+      check("cases", "case"),
+    ];
+  }
+
+  // The neurons that were chosen in the list, for a model that can run without them.
+  silencing() {
+    const chosen = [...this.chosen];
+    const silence = () => {
+      const { N } = this.state.selected().side;
+      const changes = chosen.map((index) => ({
+        ...{ layer: Math.floor(index / N), neuron: index % N, scale: 0 },
+      }));
+      this.chosen.clear();
+      change(this.state, changes);
+    };
+    return button(".tw-copy", silence, `silence ${plural(chosen.length, "neuron")} together`);
+  }
+
+  table(overview, selected) {
+    const { found } = this.answer;
+    const [columns, names, cells] = this.columns(overview);
+    const live = canChange(this.state);
+    const row = (index) => {
+      const name = `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`;
+      const about = { "aria-current": index === selected && "true" };
+      const choose = () => this.choose(index);
+      const hit = button(".tw-item.tw-hit", choose, about, element("b", name), cells(index));
+      if (!live) return hit;
+      const onchange = ({ target }) => {
+        this.chosen[target.checked ? "add" : "delete"](index);
+        this.view.schedule();
+      };
+      const box = { type: "checkbox", "aria-label": `choose ${name}`, onchange };
+      const checked = this.chosen.has(index);
+      return element("div.tw-item", element("input", { ...box, checked }), hit);
+    };
+    const rows = found.slice(0, this.rows).map(row);
+    const widths = `${live ? "16px " : ""}62px ${columns}`;
+    return table(widths, [...(live ? [""] : []), "neuron", ...names], rows);
+  }
+
+  // Widths and names of the columns behind the neuron, and the cells of one.
+  columns(overview) {
+    const { about, fires, strength, places } = overview;
+    const { score, tallyOf, classOf } = this.answer;
+    const { where } = this.state.query;
+    const text = (value) => element("span", value);
+    if (tallyOf) {
+      const cells = (index) => {
+        const { phi, precision, recall, rate, inside, outside } = tallyOf(index).measures(index);
+        const measures = [phi.toFixed(3), ...[precision, recall, rate].map(percent)];
+        const means = [inside, outside].map((h) => signed(Number(h.toFixed(2)), 2));
+        return [classOf && text(classOf(index)), [...measures, ...means].map(text)];
+      };
+      const names = ["phi", "precision", "recall", "fires", "h inside", "outside"];
+      const widths = "minmax(0, 1fr) ".repeat(names.length);
+      return classOf
+        ? [`minmax(90px, 2fr) ${widths}`, ["class", ...names], cells]
+        : [widths, names, cells];
+    }
+    const ofPlaces = ["fires", "around"].includes(where);
+    const matched = (size) => (ofPlaces ? `${size} of ${places}` : number(size));
+    const match = score && where !== "note";
+    const cells = (index) => [
+      fires && text(percent(fires[index] / about.tokens)),
+      fires && text(number(strength[index])),
+      fires && element("span.tw-chips", overview.peaksOf(index).map((peak) => pill(peak))),
+      match && text(matched(score[index])),
+    ];
+    const names = fires ? ["fires", "mean |h|", "fires most at"] : [];
     if (match) names.push("match");
-    const columns = known ? "66px 48px 54px minmax(0, 1fr) 64px" : "66px 64px";
-    return table(columns, names, found.slice(0, this.rows).map(row));
+    return [fires ? "48px 54px minmax(0, 1fr) 64px" : "64px", names, cells];
   }
 }

@@ -3,11 +3,10 @@
 
 import { ABOUT_H } from "./colours.js";
 import { changedCard } from "./compare.js";
-import { range } from "./data.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
 import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
-import { integer, number, percent, plural, signed } from "./words.js";
+import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const CHIPS = 3; // neurons of a closed layer
 const ENTRIES = 500; // neurons of an opened one
@@ -82,6 +81,9 @@ export class Cards {
         element("span", { dir: "auto" }, preset.note),
       ),
     );
+    const classes = () => this.view.browse.rankClasses();
+    const note = element("span", "each with the class of tokens that it tells apart best");
+    rows.push(button(".tw-item", classes, element("b", "Neurons that are a class"), note));
     const title = element("div.tw-card-head", element("h4", "Where to begin"));
     const places = table("auto minmax(0, 1fr)", [], rows);
     return element("section.tw-card.tw-begin", title, quiet(HOW), places);
@@ -271,6 +273,7 @@ function layersCard(view, side) {
     { "aria-label": "layers" },
     element("div.tw-card-head", element("h4", "Layers")),
     table("auto minmax(60px, 1fr) auto auto auto", names, rows.map(line)),
+    button(".tw-link", () => view.browse.rankClasses(), "Neurons that are a class of tokens"),
     quiet("A click on a layer searches in it, one on a neuron opens its card."),
   );
 }

@@ -1,13 +1,12 @@
-// Charts, drawn by Observable Plot: the histogram of h between powers of two, and all neurons by how
-// often and how strongly they fire.
+// Charts, drawn by Observable Plot: the histogram of h between powers of two, and all neurons by
+// how often and how strongly they fire.
 
 import { dot, dotX, hexagon, hexbin, plot, pointer, rectY, tip } from "@observablehq/plot";
 
-import { range } from "./data.js";
-import { compact, percent, plural, powerOfTwo, signed } from "./words.js";
+import { compact, percent, plural, powerOfTwo, range, signed } from "./words.js";
 
 const OCTAVES = 12;
-const MARKED = 2000; // matching neurons that are drawn one by one
+const MARKED = 200; // of the matching neurons, drawn one by one
 const STYLE = { background: "none", color: "var(--tw-muted)", overflow: "visible" };
 
 // Lists of pairs of a value and a count, binned by octaves of both signs. All have the same bins;
@@ -72,7 +71,7 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
       dotX(quantiles, {
         ...{ x: ({ value }) => placeOf(value, edges), symbol: "triangle", r: 3, dy: 4 },
         ...{ frameAnchor: "bottom", fill: "var(--tw-ink)", className: "tw-quantile" },
-        title: ({ value, quantile }) => `${percent(quantile)} of its values are below ${signed(value)}`,
+        title: ({ value, quantile: q }) => `${percent(q)} of its values are below ${signed(value)}`,
       }),
     ],
   });
@@ -92,12 +91,12 @@ export function scatter({ fires, strength, about, N }, found, selected, choose) 
     ...{ width: 460, height: 290, marginLeft: 48, marginBottom: 36, style: STYLE },
     className: "tw-scatter",
     ariaLabel: "all neurons: how often and how strongly they fire",
-    caption: "Shade: neurons at one place. Blue: neurons that match the search.",
+    caption: `Shade: neurons at one place. Blue: the first ${MARKED} of the list.`,
     x: { ...axis, tickFormat: "~%", label: "share of tokens at which it fires" },
     y: { ...axis, tickFormat: "~g", label: "mean |h| where it fires" },
     opacity: { type: "log", range: [0.15, 0.9], legend: true, label: "neurons", color: "gray" },
     marks: [
-      hexagon(alive, hexbin({ fillOpacity: "count" }, { ...at, binWidth: 8, fill: "currentColor" })),
+      hexagon(alive, hexbin({ fillOpacity: "count" }, { ...at, binWidth: 8, fill: "gray" })),
       dot(matching, { ...at, r: 1.5, fill: accent }),
       dot(chosen, { ...at, r: 6, stroke: accent, strokeWidth: 2 }),
       tip(alive, pointer({ ...at, title: name, maxRadius: 12 })),

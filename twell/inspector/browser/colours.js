@@ -1,8 +1,7 @@
 // Ramps of 256 colours, scales, which values colour a passage and its map, and the legend.
 
-import { range } from "./data.js";
 import { element, help, renew } from "./elements.js";
-import { number, signed } from "./words.js";
+import { number, range, signed } from "./words.js";
 
 export const ABOUT_H =
   "h is the value of a neuron for a token: the neuron adds h times its column of the down " +

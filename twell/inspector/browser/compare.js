@@ -1,6 +1,7 @@
 // Two sides beside each other: which neurons changed most, how alike the selected one is in two
 // models, and what was changed in a live model.
 
+import { meanOf } from "./data.js";
 import { button, closer, element, help, labelled, numberBox, quiet, table } from "./elements.js";
 import { number, percent, signed } from "./words.js";
 
@@ -48,15 +49,19 @@ export function alikeness({ header, sides }, layer, neuron) {
 }
 
 // The difference of surprise to the unchanged model is shown.
-function change(state, changes) {
+export function change(state, changes) {
   const view = { colour: "surprise", scale: "all", difference: true };
   state.put({ ...(changes.length ? view : { difference: false, side: 0 }), changes });
 }
 
-// Silence, scale or set a neuron; null if there is no model to run, or two are compared already.
+// Whether there is a model to run, and not two that are compared already.
+export function canChange(state) {
+  return state.get("runs") && (!state.sides[1] || state.sides[1].about.changes.length > 0);
+}
+
+// Silence, scale or set a neuron; null where that cannot be.
 export function changeControls(state, layer, neuron) {
-  const compares = state.sides[1] && !state.sides[1].about.changes.length;
-  if (!state.get("runs") || compares) return null;
+  if (!canChange(state)) return null;
   const isIt = (change) => change.layer === layer && change.neuron === neuron;
   const now = state.get("changes").find(isIt);
   const to = (how) => {
@@ -96,11 +101,17 @@ export function changeStrip(state) {
       change(state, changes.filter((other) => other !== one)),
     );
   const chips = changes.map((one) => element("span.tw-changed", described(one), live && undo(one)));
-  const loss = element(
-    "b",
-    `loss ${before.loss.toFixed(3)} \u2192 ${after.loss.toFixed(3)} nats ` +
-      `(${signed(after.loss - before.loss)})`,
-  );
+  const members = state.membersOf(before);
+  const lossOf = (side) => meanOf([...side.surprise].filter((_, token) => members[token]));
+  const difference = (name, [one, other]) =>
+    element(
+      "b",
+      `${name} ${one.toFixed(3)} \u2192 ${other.toFixed(3)} nats (${signed(other - one)})`,
+    );
+  const losses = [
+    difference("loss", [before.loss, after.loss]),
+    members && difference("at the selected tokens", [before, after].map(lossOf)),
+  ];
   const all = live && button(".tw-link", () => change(state, []), "undo all");
-  return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, loss);
+  return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, losses);
 }

@@ -1,6 +1,7 @@
 // Packed blocks (twell/inspector/packing.py) as typed arrays, and the passage of one side.
 
-import { BYTES } from "./words.js";
+import { Tokens } from "./classes.js";
+import { BYTES, range } from "./words.js";
 
 const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
 const ARRAYS = { ...NUMBERS, i1: Int8Array, f4: Float32Array };
@@ -40,10 +41,6 @@ export async function unpack(bytes) {
   return { header, sides };
 }
 
-export function range(first, last) {
-  return Array.from({ length: last - first + 1 }, (_, n) => first + n);
-}
-
 // The value with the largest size; 0 if there is none. NaN does not count.
 export function strongestOf(values) {
   return values.reduce((most, value) => (Math.abs(value) > Math.abs(most) ? value : most), 0);
@@ -62,6 +59,8 @@ class Side {
     Object.assign(this, { number, about, T: about.tokens, L: about.layers, N: about.neurons });
     for (const [name, array] of Object.entries(arrays))
       if (name.startsWith(`${number}.`)) this[name.slice(2)] = array;
+    const follows = (token) => token > 0 && this.position[token] > 0;
+    this.tokens = new Tokens(about.strings, this.token, this.position, follows);
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
     this.loss = meanOf(this.surprise); // NaN if no token is predicted
     // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.

@@ -2,9 +2,9 @@
 // below them. The canvas has one pixel a column; the browser stretches it to the width.
 
 import { included, mapColours, pixel, showLegend } from "./colours.js";
-import { meanOf, range } from "./data.js";
+import { meanOf } from "./data.js";
 import { element, help, renew } from "./elements.js";
-import { number, percent } from "./words.js";
+import { number, percent, range } from "./words.js";
 
 const STRIP = 8; // height of the passage's colours, and the gap above it, in pixels
 const GAP = 5;

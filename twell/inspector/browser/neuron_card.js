@@ -3,10 +3,10 @@
 import { drawHistogram, histograms, pairsOf } from "./charts.js";
 import { makeScale } from "./colours.js";
 import { alikeness, changeControls } from "./compare.js";
-import { range, strongestOf } from "./data.js";
+import { strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
 import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
-import { integer, number, percent, signed } from "./words.js";
+import { integer, number, percent, range, signed } from "./words.js";
 
 const NEAR = 50; // places in the passage where a neuron fires most
 const BEFORE = 24; // tokens of the passage around a place

@@ -3,7 +3,7 @@
 
 import { fromBase64 } from "./data.js";
 import { element } from "./elements.js";
-import { QUERY, SORTS, STATES, WHERE } from "./search.js";
+import { OVER, QUERY, SORTS, STATES, WHERE } from "./search.js";
 import { View } from "./view.js";
 
 const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
@@ -71,6 +71,8 @@ const READ = {
   limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
   layers: ends,
   words: (text) => text,
+  selected: (text) => text,
+  over: key(OVER),
   where: key(WHERE),
   state: key(STATES),
   sort: key(SORTS),

@@ -2,7 +2,7 @@
 
 import { element, pieces } from "./elements.js";
 import { passageColours, showLegend } from "./colours.js";
-import { integer } from "./words.js";
+import { integer, range } from "./words.js";
 
 const OUT = 512; // the colour of a token that is left out
 
@@ -21,14 +21,29 @@ export class Passage {
       "aria-label": `passage, ${side.about.name}`,
       onpointerover: (event) => view.hover(side, tokenAt(event), event),
       onpointerleave: () => view.hover(side),
-      onclick: (event) => this.clicked(tokenAt(event)),
+      onpointerdown: (event) => (this.pressed = tokenAt(event)),
+      onpointerup: (event) => this.dragged(tokenAt(event)),
+      onclick: (event) => this.clicked(tokenAt(event), event),
     });
     this.text.append(...this.lines());
     this.nodes = [this.legend, this.text];
   }
 
-  clicked(token) {
+  // From one token to another: all between are selected.
+  dragged(token) {
+    const { pressed } = this;
+    if (token === undefined || pressed === undefined || token === pressed) return;
+    this.view.browse.selectTokens(this.side, between(pressed, token));
+    getSelection().removeAllRanges();
+  }
+
+  // Shift selects all tokens since the last click, ctrl one more or one less.
+  clicked(token, { shiftKey, ctrlKey, metaKey }) {
     if (token === undefined) return;
+    const { browse } = this.view;
+    if (shiftKey) return browse.addTokens(this.side, between(this.anchor ?? token, token));
+    if (ctrlKey || metaKey) return browse.addTokens(this.side, [token], true);
+    this.anchor = token;
     const { side, token: before } = this.state.selected();
     this.view.keepPlace = true;
     if (side === this.side && before === token) this.state.put({ token: null });
@@ -83,6 +98,10 @@ export class Passage {
       classList.toggle("tw-out", left);
     }
     showLegend(this.legend, scale);
+    const members = this.state.membersOf(this.side);
+    if (members !== this.members)
+      this.spans.forEach((span, n) => span.classList.toggle("tw-member", Boolean(members?.[n])));
+    this.members = members;
     const peeked = this.state.peeked(this.side);
     this.spans[this.peeked]?.classList.remove("tw-peeked");
     this.spans[peeked]?.classList.add("tw-peeked");
@@ -107,4 +126,8 @@ export class Passage {
     if (token.top < box.top + token.height || token.bottom > box.bottom - token.height)
       this.text.scrollTop += token.top - box.top - (box.height - token.height) / 2;
   }
+}
+
+function between(one, other) {
+  return range(Math.min(one, other), Math.max(one, other));
 }

@@ -1,5 +1,6 @@
 // The selection: the model's traits, which Python shares, and the place under the pointer.
 
+import { BEST } from "./classes.js";
 import { QUERY } from "./search.js";
 
 const SELECTION = { side: 0, token: null, layer: null, neuron: null };
@@ -29,6 +30,18 @@ export class State {
   ask(changes) {
     Object.assign(this.query, changes);
     if (this.model.query) this.model.save_changes();
+  }
+
+  // Of each token of a passage whether the search is for neurons that tell it from others; null if
+  // none is selected.
+  membersOf(side) {
+    const { finding, where, selected } = this.query;
+    if (!finding || where !== "selected" || selected === BEST) return null;
+    try {
+      return side.tokens.select(selected, this.query, side.catalog.chunk("overview")?.counts);
+    } catch {
+      return null; // no pattern
+    }
   }
 
   // Without a neuron nothing can be coloured by one.

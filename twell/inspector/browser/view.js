@@ -70,10 +70,7 @@ export class View {
     for (const trait of ["token", "side"]) on(`change:${trait}`, () => (this.reveal = true));
     for (const trait of ["busy", "error", "texts"]) on(`change:${trait}`, () => this.typing.show());
     on("change:data", () => this.load());
-    on("change:query", () => {
-      this.browse.node.open = this.state.query.finding;
-      this.schedule();
-    });
+    on("change:query", () => this.schedule());
     on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
   }
 
@@ -101,8 +98,7 @@ export class View {
   }
 
   // It outlives the passage. Two texts under one model have one.
-  catalogOf({ number, about }) {
-    if (about.aggregate === null && !about.words) return null;
+  catalogOf({ number }) {
     const of = this.state.header.same ? 0 : number;
     if (!this.catalogs.has(of)) {
       const { model } = this.state;
@@ -167,7 +163,8 @@ export class View {
     if (part) return [facts, part.passage.nodes, part.map.nodes];
     const runs = this.state.get("runs");
     const empty = runs ? "There is no text yet: type one above." : "The text is empty.";
-    return [facts, (runs || !side.catalog) && element("p.tw-empty", empty)];
+    const bare = side.about.aggregate === null && !side.about.words;
+    return [facts, (runs || bare) && element("p.tw-empty", empty)];
   }
 
   facts(side) {
@@ -219,7 +216,8 @@ export class View {
     const focused = this.root.contains(this.active());
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
     const shown = [this.built, state.selected().neuron === null, state.colours()].join();
-    renew(this.head, [["head", [this.built, known].join(), () => this.heading()]]);
+    const asked = [this.built, known, JSON.stringify(state.query)].join();
+    renew(this.head, [["head", asked, () => this.heading()]]);
     renew(this.bar, [["bar", shown, () => bar(state)]]);
     for (const part of this.parts) {
       part?.passage.paint();
