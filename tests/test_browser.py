@@ -163,7 +163,7 @@ def test_links_hold_the_whole_state_and_the_search(open_page):
     page.locator("summary").click()
     page.get_by_label("where").select_option("text around")
     page.get_by_label("words to find").fill("5")
-    page.get_by_label("layer", exact=True).last.select_option("layer 1")
+    page.locator(".tw-finding").get_by_label("layer", exact=True).select_option("layer 1")
     page.get_by_label("state").select_option("all")
     page.get_by_label("sort", exact=True).select_option("fires")
     page.locator("[role=status]", has_text="of 900 neurons").wait_for()

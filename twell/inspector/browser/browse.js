@@ -34,7 +34,8 @@ export class Browse {
       element("summary", { onclick: toggle }, "Find neurons"),
       this.bar,
       ...[this.count, this.about],
-      element("div.tw-results", this.plot, this.list),
+      this.list,
+      this.plot,
     );
   }
 
@@ -66,7 +67,6 @@ export class Browse {
   choose(index) {
     const { side } = this.state.selected();
     this.state.chooseNeuron(side, Math.floor(index / side.N), index % side.N);
-    this.opened = true;
   }
 
   show() {
@@ -108,9 +108,6 @@ export class Browse {
       ...(found.length ? [["table", shown, () => this.table(overview, selected)]] : []),
       ...(more ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
     ]);
-    const card = this.opened && view.root.querySelector(".tw-neuron");
-    if (card) card.scrollIntoView({ block: "nearest" });
-    this.opened = false;
   }
 
   controls(side) {

@@ -33,14 +33,24 @@ export class Cards {
     const parts = side.T ? this.passageCards(side, token, layer) : [];
     const known = [view.chunks, state.query.within].join();
     if (!side.T && !chosen) parts.push(["layers", known, () => layersCard(view, side)]);
-    for (const one of chosen ? state.sharing(side) : [])
-      parts.push(this.neuron.part(one, layer, neuron));
+    const neurons = chosen ? state.sharing(side) : [];
+    parts.unshift(...neurons.map((one) => this.neuron.part(one, layer, neuron)));
+    const picked = chosen || token !== null;
+    if (picked) parts.unshift(["back", "", () => this.back()]);
+    view.root.classList.toggle("tw-picked", picked);
     for (const part of parts) part[1] = `${view.built} ${part[1]}`;
     renew(this.box, parts);
     const name = chosen ? state.nameOf(side, layer, neuron) : null;
+    if (name !== this.name) this.box.scrollTop = 0;
+    this.name = name;
     for (const node of this.box.querySelectorAll("[data-neuron]"))
       node.ariaPressed = String(node.dataset.neuron === name);
     this.say(side, token, layer, neuron);
+  }
+
+  // On a phone, where cards hide the passage.
+  back() {
+    return button(".tw-copy.tw-back", () => this.state.letGo(), "\u2190 back");
   }
 
   // The selected token, or the one under the pointer; of two sides with the same tokens both.

@@ -34,10 +34,11 @@ export class View {
     this.bar = element("div");
     this.sides = element("div.tw-sides");
     const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
-    const main = element("div.tw-main", this.sides, this.cards.box);
+    const left = element("div.tw-left", this.sides, this.browse.node);
+    const right = element("div.tw-right", this.cards.box);
     this.body = [
       ...[this.bar, this.typing.nodes],
-      element("div.tw-body", main, this.browse.node),
+      element("div.tw-body", left, right),
       element("div.tw-keys", keys, this.cards.spoken),
     ];
     // JupyterLab leaves keys alone below this attribute.
