@@ -45,7 +45,7 @@ export function bar(state) {
     labelled("Overflow", pick("compression", MARK, marks), help(aboutMarks)),
     element("span.tw-group", box("skip_first", "without first tokens"), help(ABOUT_FIRST)),
     state.header.aligned && box("difference", "right: difference to left"),
-    element("span.tw-group.tw-end", presets(state), state.model.query && copier()),
+    state.model.follow && element("span.tw-group.tw-end", copier()),
   );
 }
 
@@ -66,15 +66,6 @@ function layers(state) {
   const to = (layer) => put(Math.min(layer, shown[0]), layer);
   const pick = (label, at, choose) => select(label, numbers, shown[at], choose);
   return labelled("Layers", pick("first layer", 0, from), "to", pick("last layer", 1, to));
-}
-
-function presets(state) {
-  const names = state.sides[0].about.starts_with.map((preset) => [preset, preset.name]);
-  const go = (preset, box) => {
-    box.selectedIndex = 0; // so that it can be chosen again
-    state.goTo(preset.view);
-  };
-  return select("go to", [[null, "Go to \u2026"], ...names], null, go);
 }
 
 // A page has an address, which says what it shows; a widget has none.

@@ -40,8 +40,7 @@ export class Browse {
   }
 
   ask(changes) {
-    this.state.ask(changes);
-    this.view.schedule();
+    this.state.put(changes);
   }
 
   // Rank neurons by how well they tell these tokens of the passage from the others.
@@ -55,13 +54,9 @@ export class Browse {
     this.ask({ ...RANKING, selected: BEST });
   }
 
-  // More of them; other: those that are selected already are not any longer.
-  addTokens(side, tokens, other = false) {
+  addTokens(side, tokens) {
     const { selected } = this.state.query;
-    const before = isList(selected) ? listed(selected) : [];
-    const after = other ? before.filter((token) => !tokens.includes(token)) : before;
-    const added = tokens.filter((token) => !other || !before.includes(token));
-    this.selectTokens(side, [...after, ...added]);
+    this.selectTokens(side, isList(selected) ? [...listed(selected), ...tokens] : tokens);
   }
 
   choose(index) {

@@ -22,7 +22,6 @@ export class Cards {
     this.state = view.state;
     this.neuron = new NeuronCard(this);
     this.box = element("div.tw-cards");
-    this.spoken = element("span.tw-end", { role: "status" }); // is read aloud
   }
 
   // A card is built again when what it shows has changed; a chosen neuron is only marked.
@@ -45,7 +44,6 @@ export class Cards {
     this.name = name;
     for (const node of this.box.querySelectorAll("[data-neuron]"))
       node.ariaPressed = String(node.dataset.neuron === name);
-    this.say(side, token, layer, neuron);
   }
 
   // On a phone, where cards hide the passage.
@@ -60,7 +58,7 @@ export class Cards {
     const from = peek ?? { side, token };
     const changed = state.header.changed ? [["changed", "", () => changedCard(state)]] : [];
     const start = ["start", side.number, () => this.startCard(side)];
-    if (from.token === null) return [start, ...changed];
+    if (from.token === null) return [...changed, start];
     const shown = state.header.aligned ? state.sides : [from.side];
     const traits = [from.token, peek !== null, state.get("layers"), state.get("compression")];
     const card = (one) => {
@@ -68,18 +66,7 @@ export class Cards {
       const build = () => this.tokenCard(one, from.token, opened, peek !== null);
       return [`token${one.number}`, [opened, ...traits].join(), build];
     };
-    return [...shown.map(card), ...changed];
-  }
-
-  say(side, token, layer, neuron) {
-    const parts = [
-      token !== null && `token ${token}: ${side.text(token).trim() || "white space"}`,
-      layer !== null && `layer ${layer}`,
-      token !== null && layer !== null && `${side.count(layer, token)} active`,
-      neuron !== null && `neuron ${neuron}`,
-    ];
-    const text = parts.filter(Boolean).join(", ");
-    if (this.spoken.textContent !== text) this.spoken.textContent = text;
+    return [...shown.map(card), ...changed, start];
   }
 
   startCard(side) {
@@ -230,26 +217,6 @@ function predictions(side, token) {
   );
 }
 
-export function tokenTitle(state) {
-  const { side, token, layer } = state.peek;
-  const [first, last] = layer === undefined ? state.range(side) : [layer, layer];
-  const where = first === last ? `in layer ${first}` : "mean over layers";
-  const surprise = side.surprise[token];
-  const lines = [
-    `token ${integer(token)}: ${side.text(token)}`,
-    `active ${where}: ${number(side.means(first, last)[token])}`,
-    `surprise: ${Number.isNaN(surprise) ? "first token" : `${number(surprise)} nats`}`,
-  ];
-  const shown = state.shownNeuron(side);
-  if (shown) {
-    const { tokens, values } = side.column(shown.layer, shown.neuron);
-    const silent = side.fires ? "not among those kept" : "silent";
-    const h = tokens.includes(token) ? signed(values[tokens.indexOf(token)]) : silent;
-    lines.push(`h of ${shown.layer} \u00b7 ${shown.neuron}: ${h}`);
-  }
-  return lines.join("\n");
-}
-
 export function modelFacts({ about, fires }) {
   const { name, tokens, run } = about;
   const dead = fires ? fires.reduce((sum, count) => sum + (count === 0), 0) : 0;
@@ -261,44 +228,30 @@ export function modelFacts({ about, fires }) {
   ];
 }
 
-// Of each layer: active neurons, dead ones, and how strongly they fire. A click searches in it.
+// Of each layer: active neurons and dead ones. A click searches in it.
 function layersCard(view, side) {
   const overview = side.catalog?.chunk("overview");
   if (!overview?.fires) return quiet(overview && "There are no statistics without an aggregate.");
-  const rows = range(0, overview.L - 1).map((layer) => layerRow(overview, layer));
-  const most = Math.max(...rows.map(({ active }) => active));
+  const { L, N, fires, about } = overview;
+  const layers = range(0, L - 1).map((layer) => fires.subarray(layer * N, (layer + 1) * N));
+  const active = layers.map((own) => own.reduce((sum, count) => sum + count, 0) / about.tokens);
   const { within } = view.state.query;
-  const line = ({ active, cells }, layer) =>
+  const line = (own, layer) =>
     button(
       ".tw-item",
       () => view.browse.ask({ within: within === layer ? null : layer }),
       { "aria-pressed": String(within === layer), title: "search in it" },
       element("b", String(layer)),
-      countBar(active / most, number(active)),
-      cells.map((text) => element("span", text)),
+      countBar(active[layer] / Math.max(...active), number(active[layer])),
+      element("span", percent(own.filter((count) => !count).length / N)),
     );
-  const names = ["layer", "active a token", "dead", "median rate", "median |h|"];
+  const names = ["layer", "active a token", "dead"];
   return element(
     "section.tw-card.tw-overview",
     { "aria-label": "layers" },
     element("div.tw-card-head", element("h4", "Layers")),
-    table("auto minmax(60px, 1fr) auto auto auto", names, rows.map(line)),
+    table("auto minmax(60px, 1fr) auto", names, layers.map(line)),
     button(".tw-link", () => view.browse.rankClasses(), "Neurons that are a class of tokens"),
     quiet("A click on a layer searches in it, one on a neuron opens its card."),
   );
-}
-
-function layerRow({ fires, strength, about, N }, layer) {
-  const own = (values) => values.subarray(layer * N, (layer + 1) * N);
-  const alive = (values) => values.filter((_, n) => own(fires)[n]).sort();
-  const middle = (sorted) => sorted[Math.floor(sorted.length / 2)] ?? 0;
-  const rates = alive(own(fires));
-  return {
-    active: rates.reduce((sum, count) => sum + count, 0) / about.tokens,
-    cells: [
-      percent(1 - rates.length / N),
-      percent(middle(rates) / about.tokens),
-      number(middle(alive(own(strength)))),
-    ],
-  };
 }

@@ -87,17 +87,20 @@ export function themeOf(root, palettes) {
   return ramps;
 }
 
+const SURPRISE = "surprise, \u2212log p in nats";
+const named = (name) => (value) => `${name} ${number(value)}`; // a value in words
+
 // What colours a passage: the kind of its scale, its label, and the value of each token.
 function wayOf(state, side, how) {
   if (how === "surprise")
-    return { kind: "linear", label: "surprise, \u2212log p in nats", values: side.surprise };
+    return { kind: "linear", label: SURPRISE, values: side.surprise, of: named("surprise") };
   if (how === "count") {
     const label = `active neurons per token, ${layersOf(state.range(side), side)}`;
-    return { kind: "log", label, values: side.means(...state.range(side)) };
+    return { kind: "log", label, values: side.means(...state.range(side)), of: named("active") };
   }
   const { layer, neuron } = state.shownNeuron(side);
   const label = `h of layer ${layer}, neuron ${neuron}`;
-  return { kind: "signed", label, values: side.valuesOf(layer, neuron) };
+  return { kind: "signed", label, values: side.valuesOf(layer, neuron), of: named("h") };
 }
 
 function layersOf([first, last], side) {
@@ -122,15 +125,16 @@ function extent(arrays) {
 export function passageColours(state, side) {
   const how = state.colouring(side);
   const read = (one) => included(state, one, wayOf(state, one, how).values);
-  const { kind, label } = wayOf(state, side, how);
+  const { kind, label, of } = wayOf(state, side, how);
   const limit = state.scaling(how) === "all" && state.get("limit");
   const values = read(side);
   const left = state.reference(side);
   if (left && (how !== "neuron" || state.shares(left, side))) {
     const [change] = differences([values], [read(left)]);
-    return { values: change, scale: scaleOfChange(state, left, label, [change], limit) };
+    const scale = scaleOfChange(state, left, label, [change], limit);
+    return { values: change, scale, of: (value) => `change of ${of(value)}` };
   }
-  return { values, scale: scaleOf(state, kind, label, sharing(state, side, how, read), limit) };
+  return { values, of, scale: scaleOf(state, kind, label, sharing(state, side, how, read), limit) };
 }
 
 // One value a token; NaN for the tokens that are left out.

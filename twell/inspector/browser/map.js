@@ -22,7 +22,7 @@ export class ActivityMap {
       role: "img",
       onpointermove: (event) => {
         const { token, layer } = this.placeOf(event);
-        view.hover(side, token, event, layer);
+        view.hover(side, token, layer);
       },
       onpointerleave: () => view.hover(side),
       onclick: (event) => this.clicked(event),

@@ -12,7 +12,7 @@ class PageModel extends EventTarget {
   constructor(state, begin, atlas) {
     super();
     Object.assign(this, { begin, atlas });
-    this.state = this.query = { ...state, ...viewOf(location.hash.slice(1), begin) };
+    this.state = { ...state, ...viewOf(location.hash.slice(1), begin) };
     this.keys = document; // a page is nothing but the view: keys work wherever the focus is
     addEventListener("hashchange", () => this.follow());
   }
@@ -34,7 +34,6 @@ class PageModel extends EventTarget {
   follow() {
     const view = viewOf(location.hash.slice(1), this.begin);
     for (const [name, value] of Object.entries(view)) this.set(name, value);
-    this.dispatchEvent(new Event("change:query"));
   }
 
   // In an atlas the back button leads to the neuron before.

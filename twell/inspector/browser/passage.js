@@ -19,7 +19,7 @@ export class Passage {
       tabindex: "0",
       role: "listbox",
       "aria-label": `passage, ${side.about.name}`,
-      onpointerover: (event) => view.hover(side, tokenAt(event), event),
+      onpointerover: (event) => view.hover(side, tokenAt(event)),
       onpointerleave: () => view.hover(side),
       onpointerdown: (event) => (this.pressed = tokenAt(event)),
       onpointerup: (event) => this.dragged(tokenAt(event)),
@@ -37,12 +37,11 @@ export class Passage {
     getSelection().removeAllRanges();
   }
 
-  // Shift selects all tokens since the last click, ctrl one more or one less.
-  clicked(token, { shiftKey, ctrlKey, metaKey }) {
+  // Shift selects all tokens since the last click, beside those that are selected.
+  clicked(token, { shiftKey }) {
     if (token === undefined) return;
     const { browse } = this.view;
     if (shiftKey) return browse.addTokens(this.side, between(this.anchor ?? token, token));
-    if (ctrlKey || metaKey) return browse.addTokens(this.side, [token], true);
     this.anchor = token;
     const { side, token: before } = this.state.selected();
     this.view.keepPlace = true;
@@ -84,11 +83,14 @@ export class Passage {
 
   paint() {
     this.colours = passageColours(this.state, this.side);
-    const { values, scale } = this.colours;
+    const { values, scale, of } = this.colours;
     const { fill, ink } = scale.ramp;
     const offset = scale.kind === "signed" ? 256 : 0;
-    for (let token = 0; token < this.side.T; token++) {
+    const { side } = this;
+    for (let token = 0; token < side.T; token++) {
       const left = Number.isNaN(values[token]);
+      const name = `token ${token}, ${left ? "left out" : of(values[token])}: ${side.text(token)}`;
+      if (this.spans[token].ariaLabel !== name) this.spans[token].ariaLabel = name;
       const index = left ? OUT : offset + scale.index(values[token]);
       if (this.painted[token] === index) continue;
       this.painted[token] = index;

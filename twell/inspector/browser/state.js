@@ -7,7 +7,7 @@ const SELECTION = { side: 0, token: null, layer: null, neuron: null };
 const BEGIN = { ...SELECTION, colour: "count", scale: "all", layers: null };
 const COLOURING =
   "colour scale limit layers skip_first compression difference".split(" ");
-export const TRAITS = [...Object.keys(SELECTION), ...COLOURING];
+export const TRAITS = [...Object.keys(SELECTION), ...COLOURING, ...Object.keys(QUERY)];
 
 export class State {
   constructor(model) {
@@ -15,7 +15,6 @@ export class State {
     this.header = null; // until the passage is unpacked
     this.sides = [];
     this.peek = null; // { side, token, layer } or { side, layer, neuron } under the pointer
-    this.query = model.query ?? { ...QUERY }; // a page keeps it in its address
   }
 
   get(name) {
@@ -27,9 +26,10 @@ export class State {
     return COLOURING.map((trait) => this.get(trait)).join();
   }
 
-  ask(changes) {
-    Object.assign(this.query, changes);
-    if (this.model.query) this.model.save_changes();
+  // The search. The widget's model learns of it when it changes, and Python never.
+  get query() {
+    const part = ([name, begin]) => [name, this.get(name) ?? begin];
+    return Object.fromEntries(Object.entries(QUERY).map(part));
   }
 
   // Of each token of a passage whether the search is for neurons that tell it from others; null if

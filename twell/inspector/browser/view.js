@@ -4,7 +4,7 @@
 import { isDark, themeOf } from "./colours.js";
 import { bar } from "./bar.js";
 import { Browse } from "./browse.js";
-import { Cards, modelFacts, tokenTitle } from "./cards.js";
+import { Cards, modelFacts } from "./cards.js";
 import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
 import { meanOf, unpack } from "./data.js";
@@ -39,7 +39,7 @@ export class View {
     this.body = [
       ...[this.bar, this.typing.nodes],
       element("div.tw-body", left, right),
-      element("div.tw-keys", keys, this.cards.spoken),
+      element("div.tw-keys", keys),
     ];
     // JupyterLab leaves keys alone below this attribute.
     const about = { "data-lm-suppress-shortcuts": "true", tabindex: "-1" };
@@ -71,7 +71,6 @@ export class View {
     for (const trait of ["token", "side"]) on(`change:${trait}`, () => (this.reveal = true));
     for (const trait of ["busy", "error", "texts"]) on(`change:${trait}`, () => this.typing.show());
     on("change:data", () => this.load());
-    on("change:query", () => this.schedule());
     on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
   }
 
@@ -244,12 +243,11 @@ export class View {
   }
 
   // The pointer is on a token, and in the map in a layer; or it left.
-  hover(side, token, event, layer) {
+  hover(side, token, layer) {
     const before = this.state.peek;
     const peek = token === undefined ? null : { side, token, layer };
     if (["side", "token", "layer"].every((name) => before?.[name] === peek?.[name])) return;
     this.peek(peek);
-    if (peek) event.currentTarget.title = tokenTitle(this.state);
   }
 
   peek(peek) {
