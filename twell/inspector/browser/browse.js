@@ -1,7 +1,7 @@
 // Finding neurons: a search, a scatter, and the list of what was found.
 
 import { scatter } from "./charts.js";
-import { BEST, isList, listed, listOf, SELECTIONS } from "./classes.js";
+import { BEST, isList, SELECTIONS } from "./classes.js";
 import { canChange, change } from "./compare.js";
 import { button, element, help, labelled, pill, renew, select, table } from "./elements.js";
 import { OVER, QUERY, search, SORTS, STATES, WHERE } from "./search.js";
@@ -31,7 +31,7 @@ export class Browse {
     };
     this.node = element(
       "details.tw-browse",
-      element("summary", { onclick: toggle }, "Find neurons"),
+      element("summary", { onclick: toggle }, element("h2", "Find neurons")),
       this.bar,
       ...[this.count, this.about],
       this.list,
@@ -46,7 +46,7 @@ export class Browse {
   // Rank neurons by how well they tell these tokens of the passage from the others.
   selectTokens({ number }, tokens) {
     this.state.put({ side: number });
-    this.ask({ ...RANKING, selected: listOf(tokens) || BEST });
+    this.ask({ ...RANKING, selected: [...new Set(tokens)].join() });
   }
 
   // The preset "Neurons that are a class".
@@ -56,7 +56,7 @@ export class Browse {
 
   addTokens(side, tokens) {
     const { selected } = this.state.query;
-    this.selectTokens(side, isList(selected) ? [...listed(selected), ...tokens] : tokens);
+    this.selectTokens(side, isList(selected) ? [...selected.split(","), ...tokens] : tokens);
   }
 
   choose(index) {

@@ -60,7 +60,7 @@ export class Cards {
     const start = ["start", side.number, () => this.startCard(side)];
     if (from.token === null) return [...changed, start];
     const shown = state.header.aligned ? state.sides : [from.side];
-    const traits = [from.token, peek !== null, state.get("layers"), state.get("compression")];
+    const traits = [from.token, peek !== null, state.get("layers")];
     const card = (one) => {
       const opened = one === side || state.header.aligned ? layer : null;
       const build = () => this.tokenCard(one, from.token, opened, peek !== null);
@@ -81,7 +81,7 @@ export class Cards {
     const classes = () => this.view.browse.rankClasses();
     const note = element("span", "each with the class of tokens that it tells apart best");
     rows.push(button(".tw-item", classes, element("b", "Neurons that are a class"), note));
-    const title = element("div.tw-card-head", element("h4", "Where to begin"));
+    const title = element("div.tw-card-head", element("h2", "Where to begin"));
     const places = table("auto minmax(0, 1fr)", [], rows);
     return element("section.tw-card.tw-begin", title, quiet(HOW), places);
   }
@@ -108,7 +108,7 @@ export class Cards {
     const where = [`token ${integer(token)}`, sequence, position, id].filter(Boolean);
     return element(
       "div.tw-card-head",
-      element("h4", pill(side.text(token), side.isSpecial(token))),
+      element("h2", pill(side.text(token), side.isSpecial(token))),
       element("span.tw-quiet", where.join(" \u00b7 ")),
       peeking
         ? element("span.tw-peeking", "peek")
@@ -136,10 +136,7 @@ export class Cards {
     const { state } = this;
     const act = () => state.choose(side, { layer: opened ? null : layer, neuron: null });
     const about = { "aria-expanded": String(opened), "aria-label": `layer ${layer}` };
-    const capacity = state.capacity();
     const count = side.count(layer, token);
-    const over = side.row("tile_max", layer)[token] > capacity;
-    const mark = over && { title: `a tile holds more than ${capacity}` };
     const strongest = () =>
       side.strongest(layer, token, CHIPS).map(({ neuron, value }) => {
         const title = `layer ${layer}, neuron ${neuron}`;
@@ -150,7 +147,7 @@ export class Cards {
       element(
         "div.tw-layer",
         button(".tw-layer-name", act, about, `layer ${layer}`),
-        countBar(count / most, integer(count), over, mark),
+        countBar(count / most, integer(count)),
         !opened && element("span.tw-chips", strongest()),
       ),
       opened && this.layerTable(side, layer, token),
@@ -212,7 +209,7 @@ function predictions(side, token) {
   const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[following]) });
   return element(
     "div.tw-next",
-    element("h5", "predicts next", help(ABOUT_NEXT)),
+    element("h3", "predicts next", help(ABOUT_NEXT)),
     element("div.tw-words", predicted.map(word), !listed && ["\u2026", actual()]),
   );
 }
@@ -249,7 +246,7 @@ function layersCard(view, side) {
   return element(
     "section.tw-card.tw-overview",
     { "aria-label": "layers" },
-    element("div.tw-card-head", element("h4", "Layers")),
+    element("div.tw-card-head", element("h2", "Layers")),
     table("auto minmax(60px, 1fr) auto", names, layers.map(line)),
     button(".tw-link", () => view.browse.rankClasses(), "Neurons that are a class of tokens"),
     quiet("A click on a layer searches in it, one on a neuron opens its card."),

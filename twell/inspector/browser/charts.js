@@ -81,7 +81,10 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
 // choose(index) is called after a click, with the nearest.
 export function scatter({ fires, strength, about, N }, found, selected, choose) {
   const alive = range(0, fires.length - 1).filter((index) => fires[index] && strength[index] > 0);
-  const at = { x: (index) => fires[index] / about.tokens, y: (index) => strength[index] };
+  const at = {
+    ...{ x: (index) => fires[index] / about.tokens, y: (index) => strength[index] },
+    ariaHidden: "true", // the chart has a name
+  };
   const matching = found.length < alive.length ? found.slice(0, MARKED) : [];
   const chosen = fires[selected] ? [selected] : [];
   const axis = { type: "log", ticks: 4 };

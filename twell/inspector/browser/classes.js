@@ -94,31 +94,17 @@ export class Tokens {
     return members;
   }
 
-  // selected: the name of a class, tokens such as "3-5,9", or a pattern. Raises SyntaxError.
+  // selected: the name of a class, tokens such as "3,4,9", or a pattern. Raises SyntaxError.
   select(selected, { whole, cases }, counts) {
     if (CLASSES[selected]) return this.members(selected, counts);
     if (!isList(selected)) return this.mark(patternOf(selected, whole, cases));
     const members = new Uint8Array(this.token.length);
-    for (const token of listed(selected)) members[token] = 1;
+    for (const token of selected.split(",")) members[token] = 1;
     return members;
   }
 }
 
-export const isList = (selected) => /^\d+(-\d+)?(,\d+(-\d+)?)*$/.test(selected);
-
-export function listed(selected) {
-  const ends = selected.split(",").map((part) => part.split("-").map(Number));
-  return ends.flatMap(([first, last = first]) => range(first, Math.min(last, first + 1e5)));
-}
-
-export function listOf(tokens) {
-  const sorted = [...new Set(tokens)].sort((a, b) => a - b);
-  const parts = [];
-  for (const token of sorted)
-    if (parts.at(-1)?.[1] === token - 1) parts.at(-1)[1] = token;
-    else parts.push([token, token]);
-  return parts.map(([first, last]) => (first === last ? first : `${first}-${last}`)).join();
-}
+export const isList = (selected) => /^\d+(,\d+)*$/.test(selected);
 
 // Of each neuron: tokens and members that were looked at, its firings and those at members, and the
 // sums of its h.

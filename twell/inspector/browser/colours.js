@@ -13,8 +13,11 @@ export function pixel([r, g, b]) {
   return (255 << 24) | (b << 16) | (g << 8) | r;
 }
 
-function brightness([r, g, b]) {
-  return 0.299 * r + 0.587 * g + 0.114 * b;
+// As WCAG defines it, from 0 to 1.
+function luminance(rgb) {
+  const linear = (value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+  const [red, green, blue] = rgb.map(linear);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
 }
 
 // 256 colours between anchors; `bare` stays transparent, so that the page shows through.
@@ -28,7 +31,7 @@ class Ramp {
       return stops[left].map(mix);
     });
     this.bare = bare;
-    const ink = (rgb) => (brightness(rgb) < 140 ? "#fff" : "#16191d");
+    const ink = (rgb) => (luminance(rgb) < 0.18 ? "#fff" : "#000"); // the higher contrast
     this.fill = this.rgb.map((rgb, n) => (n === bare ? "" : `rgb(${rgb})`));
     this.ink = this.rgb.map((rgb, n) => (n === bare ? "" : ink(rgb)));
   }
@@ -67,7 +70,7 @@ export function makeScale(kind, [least, largest], label, ramps) {
 export function isDark(element) {
   for (let node = element; node; node = node.parentElement) {
     const colour = getComputedStyle(node).backgroundColor.match(/[\d.]+/g)?.map(Number);
-    if (colour && (colour.length < 4 || colour[3] > 0.5)) return brightness(colour) < 128;
+    if (colour && (colour.length < 4 || colour[3] > 0.5)) return luminance(colour.slice(0, 3)) < 0.18;
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
@@ -79,7 +82,7 @@ export function themeOf(root, palettes) {
   root.style.colorScheme = theme;
   const { sequential, diverging } = palettes[theme];
   const ramps = { dark, sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
-  for (const name of ["cell", "out", "over"]) {
+  for (const name of ["cell", "out"]) {
     root.style.color = `var(--tw-${name})`;
     ramps[name] = getComputedStyle(root).color.match(/\d+/g).map(Number);
   }
@@ -126,15 +129,15 @@ export function passageColours(state, side) {
   const how = state.colouring(side);
   const read = (one) => included(state, one, wayOf(state, one, how).values);
   const { kind, label, of } = wayOf(state, side, how);
-  const limit = state.scaling(how) === "all" && state.get("limit");
   const values = read(side);
   const left = state.reference(side);
   if (left && (how !== "neuron" || state.shares(left, side))) {
     const [change] = differences([values], [read(left)]);
-    const scale = scaleOfChange(state, left, label, [change], limit);
+    const scale = scaleOfChange(state, left, label, [change]);
     return { values: change, scale, of: (value) => `change of ${of(value)}` };
   }
-  return { values, of, scale: scaleOf(state, kind, label, sharing(state, side, how, read), limit) };
+  const sharing = how === "neuron" ? state.sharing(side) : state.sides;
+  return { values, of, scale: scaleOf(state, kind, label, sharing.map(read)) };
 }
 
 // One value a token; NaN for the tokens that are left out.
@@ -143,19 +146,8 @@ export function included(state, side, values) {
   return Float32Array.from(values, (value, token) => (skip && !side.position[token] ? NaN : value));
 }
 
-function scaleOf(state, kind, label, arrays, limit) {
-  const [least, largest] = extent(arrays);
-  return makeScale(kind, [least, limit || largest], label, state.ramps);
-}
-
-function sharing(state, side, how, read) {
-  const scaling = state.scaling(how);
-  if (how !== "neuron") return (scaling === "all" ? state.sides : [side]).map(read);
-  if (scaling === "neuron") return state.sharing(side).map(read);
-  const peaks = (one, layer) => included(state, one, one.peaks(layer));
-  const { layer } = state.shownNeuron(side);
-  if (scaling === "layer") return state.sharing(side).map((one) => peaks(one, layer));
-  return state.sides.flatMap((one) => range(0, one.L - 1).map((n) => peaks(one, n)));
+function scaleOf(state, kind, label, arrays) {
+  return makeScale(kind, extent(arrays), label, state.ramps);
 }
 
 // A row that the other side lacks counts as 0.
@@ -163,38 +155,29 @@ function differences(rows, others) {
   return rows.map((row, n) => row.map((value, token) => value - (others[n][token] ?? 0)));
 }
 
-function scaleOfChange(state, left, label, changes, limit) {
-  const name = `difference to ${left.about.name}: ${label}`;
-  return scaleOf(state, "signed", name, changes, limit);
+function scaleOfChange(state, left, label, changes) {
+  return scaleOf(state, "signed", `difference to ${left.about.name}: ${label}`, changes);
 }
 
-// The values of the map, one array a layer (NaN: left out), and the scale of each layer.
+// The values of the map, one array a layer (NaN: left out), and their scale.
 export function mapColours(state, side) {
   const label = "active neurons per token";
   const layers = range(...state.range(side));
   const read = (one, some) => some.map((n) => included(state, one, one.row("counts", n)));
   const values = read(side, layers);
-  const alike = (scale) => layers.map(() => scale);
   const left = state.reference(side);
   if (left) {
     const changes = differences(values, read(left, layers));
-    return { values: changes, scales: alike(scaleOfChange(state, left, label, changes)) };
-  }
-  if (state.get("scale") === "layer") {
-    const own = (layer) => state.sides.flatMap((one) => read(one, [layer]));
-    const name = `${label}, each layer on its own`;
-    return { values, scales: layers.map((layer) => scaleOf(state, "log", name, own(layer))) };
+    return { values: changes, scale: scaleOfChange(state, left, label, changes) };
   }
   const every = state.sides.flatMap((one) => read(one, range(...state.range(one))));
-  const limit = state.get("colour") === "count" && state.get("limit");
-  return { values, scales: alike(scaleOf(state, "log", label, every, limit)) };
+  return { values, scale: scaleOf(state, "log", label, every) };
 }
 
-// own: each layer has a scale of its own, so that the ends have no common value.
-export function showLegend(box, scale, own = false, note = "") {
+export function showLegend(box, scale) {
   const background = scale.ramp.gradient((t) => scale.index(scale.at(t)));
   const text = (v) => (scale.kind === "signed" && v ? signed(v) : number(v));
-  const ticks = own ? ["least", "", "most"] : [0, 0.5, 1].map((t) => text(scale.at(t)));
+  const ticks = [0, 0.5, 1].map((t) => text(scale.at(t)));
   const build = () =>
     element(
       "div.tw-legend",
@@ -204,7 +187,6 @@ export function showLegend(box, scale, own = false, note = "") {
         element("span.tw-gradient", { style: { background } }),
         element("span.tw-ticks", ticks.map((tick) => element("span", tick))),
       ),
-      note && element("span.tw-overs", note),
     );
-  renew(box, [["legend", [scale.label, background, note, ...ticks].join(), build]]);
+  renew(box, [["legend", [scale.label, background, ...ticks].join(), build]]);
 }

@@ -32,7 +32,7 @@ export function changedCard(state) {
   return element(
     "section.tw-card.tw-changed-most",
     { "aria-label": "neurons that changed most" },
-    element("div.tw-card-head", element("h4", "Changed most"), help(ABOUT_CHANGED)),
+    element("div.tw-card-head", element("h2", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
       ? table("repeat(4, minmax(0, 80px))", names, rows)
       : quiet("No value of any neuron differs in this text."),
@@ -50,7 +50,7 @@ export function alikeness({ header, sides }, layer, neuron) {
 
 // The difference of surprise to the unchanged model is shown.
 export function change(state, changes) {
-  const view = { colour: "surprise", scale: "all", difference: true };
+  const view = { colour: "surprise", difference: true };
   state.put({ ...(changes.length ? view : { difference: false, side: 0 }), changes });
 }
 

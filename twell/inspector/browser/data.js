@@ -172,11 +172,4 @@ class Side {
       for (let token = 0; token < this.T; token++) means[token] += this.count(layer, token);
     return means.map((sum) => sum / (last - first + 1));
   }
-
-  peaks(layer) {
-    this.peak ??= Float32Array.from(this.counts, (_, row) =>
-      strongestOf(this.value.subarray(this.pointer[row], this.pointer[row + 1])),
-    );
-    return this.row("peak", layer);
-  }
 }

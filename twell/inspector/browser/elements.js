@@ -78,12 +78,12 @@ export function button(classes, onclick, ...parts) {
 }
 
 // A select of [value, name] pairs. choose(value, select) is called when the reader takes one.
-export function select(label, pairs, chosen, choose, attributes = {}) {
+export function select(label, pairs, chosen, choose) {
   const options = pairs.map(([value, name]) =>
     element("option", { selected: value === chosen }, name),
   );
   const onchange = ({ target }) => choose(pairs[target.selectedIndex][0], target);
-  return element("select", { "aria-label": label, onchange, ...attributes }, options);
+  return element("select", { "aria-label": label, onchange }, options);
 }
 
 // Would not be seen, or would move other text: controls, format characters, separators, white space
@@ -149,9 +149,8 @@ export function numberBox(label, value, choose, attributes = {}) {
 // pressed.
 export function help(sentence) {
   const show = ({ currentTarget }) => currentTarget.nextElementSibling.togglePopover();
-  const about = { title: sentence, "aria-label": "explanation" };
   return [
-    button(".tw-help", show, about, "?"),
+    button(".tw-help", show, { title: sentence, "aria-label": sentence }, "?"),
     element("div.tw-tip", { popover: "auto" }, sentence),
   ];
 }
@@ -172,9 +171,9 @@ export function chip(name, value, digits, attributes) {
 }
 
 // A horizontal bar with a number on it. share: its length, from 0 to 1.
-export function countBar(share, value, over = false, attributes = {}) {
+export function countBar(share, value) {
   const style = { backgroundSize: `${100 * share}% 100%` };
-  return element(`span.tw-count${over ? ".tw-over" : ""}`, { style, ...attributes }, value);
+  return element("span.tw-count", { style }, value);
 }
 
 // A bar from the middle to the right or, below 0, to the left. share: from -1 to 1.

@@ -60,7 +60,7 @@ export class NeuronCard {
         this.statistics(side, layer, neuron, known),
         this.examples(side, layer, neuron, known),
       ),
-      element("div.tw-kinds", neighbours(known, layer, choose)),
+      neighbours(known, layer, choose),
       this.missing(side, card),
     );
   }
@@ -68,7 +68,7 @@ export class NeuronCard {
   head(side, layer, neuron) {
     const { state } = this;
     const title = element(
-      "h4",
+      "h2",
       "Layer ",
       picker("layer", layer, side.L - 1, (n) => state.chooseNeuron(side, n, neuron)),
       " neuron ",
@@ -232,7 +232,7 @@ function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
   const list = (title, words, sign = 1) => {
     const about = { title: "change of the logit at |h| = 1, against the mean over all words" };
     const word = ([text, change]) => wordWith(text, signed(sign * change), "", about);
-    return element("div", element("h5", title), element("div.tw-words", words.map(word)));
+    return element("div", element("h3", title), element("div.tw-words", words.map(word)));
   };
   const lists = gated
     ? [
@@ -257,7 +257,7 @@ function neighbours({ like = [], together = [] }, layer, choose) {
       const about = element("span.tw-quiet", { title }, label);
       return element("div.tw-kin", { data: { kin: name } }, about, chips);
     });
-    return rows.length > 0 && element("div.tw-kins", element("h5", heading), rows);
+    return rows.length > 0 && element("div.tw-kins", element("h3", heading), rows);
   };
   return [
     part(`In layer ${layer}`, IN_LAYER, false),

@@ -13,7 +13,6 @@ class PageModel extends EventTarget {
     super();
     Object.assign(this, { begin, atlas });
     this.state = { ...state, ...viewOf(location.hash.slice(1), begin) };
-    this.keys = document; // a page is nothing but the view: keys work wherever the focus is
     addEventListener("hashchange", () => this.follow());
   }
 
@@ -66,8 +65,6 @@ const ends = (text) => {
 // How the text of a part is read that is neither a number nor yes or no; undefined for nonsense.
 const READ = {
   colour: among("count", "neuron", "surprise"),
-  scale: among("all", "layer", "neuron"),
-  limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
   layers: ends,
   words: (text) => text,
   selected: (text) => text,
@@ -76,7 +73,7 @@ const READ = {
   state: key(STATES),
   sort: key(SORTS),
 };
-const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within"];
+const MAY_BE_NONE = ["token", "layer", "neuron", "layers", "within"];
 
 function written(value) {
   if (Array.isArray(value)) return value.join("-");

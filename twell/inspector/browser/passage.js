@@ -1,6 +1,7 @@
 // A passage: its tokens as text, each with a colour.
 
 import { element, pieces } from "./elements.js";
+import { pressed } from "./keyboard.js";
 import { passageColours, showLegend } from "./colours.js";
 import { integer, range } from "./words.js";
 
@@ -24,6 +25,7 @@ export class Passage {
       onpointerdown: (event) => (this.pressed = tokenAt(event)),
       onpointerup: (event) => this.dragged(tokenAt(event)),
       onclick: (event) => this.clicked(tokenAt(event), event),
+      onkeydown: (event) => pressed(event, side, this.state),
     });
     this.text.append(...this.lines());
     this.nodes = [this.legend, this.text];

@@ -4,9 +4,8 @@ import { BEST } from "./classes.js";
 import { QUERY } from "./search.js";
 
 const SELECTION = { side: 0, token: null, layer: null, neuron: null };
-const BEGIN = { ...SELECTION, colour: "count", scale: "all", layers: null };
-const COLOURING =
-  "colour scale limit layers skip_first compression difference".split(" ");
+const BEGIN = { ...SELECTION, colour: "count", layers: null };
+const COLOURING = "colour layers skip_first difference".split(" ");
 export const TRAITS = [...Object.keys(SELECTION), ...COLOURING, ...Object.keys(QUERY)];
 
 export class State {
@@ -47,7 +46,7 @@ export class State {
   // Without a neuron nothing can be coloured by one.
   put(changes) {
     if (changes.neuron === null && this.get("colour") === "neuron")
-      changes = { colour: "count", scale: "all", ...changes };
+      changes = { colour: "count", ...changes };
     for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
     this.model.save_changes();
   }
@@ -106,12 +105,6 @@ export class State {
     return colour === "neuron" && !shown ? "count" : colour;
   }
 
-  // The tokens that share a scale; a neuron under the pointer has a scale of its own.
-  scaling(how) {
-    if (how === "neuron") return this.get("colour") === "neuron" ? this.get("scale") : "neuron";
-    return how === "count" && this.get("scale") === "layer" ? "layer" : "all";
-  }
-
   // The selected token, or the one of this side that stands for it.
   pinned(side, { side: own, token } = this.selected()) {
     return (token ?? side.T) < side.T && this.standsFor(own, side) ? token : null;
@@ -127,11 +120,6 @@ export class State {
     return this.get("difference") && this.header.aligned && side === right ? left : null;
   }
 
-  capacity() {
-    const compression = this.get("compression");
-    return compression ? Math.floor(this.header.tile / compression) - 1 : Infinity;
-  }
-
   choose(side, changes) {
     this.put({ side: side.number, ...changes });
   }
@@ -143,8 +131,7 @@ export class State {
   }
 
   chooseNeuron(side, layer, neuron, changes = {}) {
-    const scale = this.get("colour") === "neuron" ? {} : { scale: "neuron" };
-    this.choose(side, { layer, neuron, colour: "neuron", ...scale, ...changes });
+    this.choose(side, { layer, neuron, colour: "neuron", ...changes });
   }
 
   goTo(view) {

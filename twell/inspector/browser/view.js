@@ -9,7 +9,7 @@ import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
 import { meanOf, unpack } from "./data.js";
 import { element, refill, renew } from "./elements.js";
-import { KEYS, pressed } from "./keyboard.js";
+import { KEYS } from "./keyboard.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
 import { State, TRAITS } from "./state.js";
@@ -42,7 +42,7 @@ export class View {
       element("div.tw-keys", keys),
     ];
     // JupyterLab leaves keys alone below this attribute.
-    const about = { "data-lm-suppress-shortcuts": "true", tabindex: "-1" };
+    const about = { "data-lm-suppress-shortcuts": "true" };
     this.root = element("div.twell", about, this.head);
     parent.append(this.root);
     this.life = new AbortController();
@@ -52,8 +52,6 @@ export class View {
 
   listen(model) {
     const { signal } = this.life;
-    const key = (event) => pressed(event, this.focused(event.target), this.state);
-    (model.keys ?? this.root).addEventListener("keydown", key, { signal });
     // What was clicked or typed is drawn before the reader can go on to the next control.
     for (const act of ["click", "change"])
       this.root.addEventListener(act, () => this.drawing && this.update(), { signal });
@@ -180,7 +178,7 @@ export class View {
       ...(overview?.about ? modelFacts(overview) : []),
     ];
     const quiet = element("span.tw-quiet", facts.filter(Boolean).join(" \u00b7 "));
-    return element("div.tw-name", element("b", name), quiet);
+    return element("div.tw-name", element("h1", name), quiet);
   }
 
   heading() {
@@ -213,7 +211,6 @@ export class View {
     // A box that leaves the page while it is drawn takes what was typed in it.
     if (this.updating) return this.schedule();
     this.updating = true;
-    const focused = this.root.contains(this.active());
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
     const shown = [this.built, state.selected().neuron === null, state.colours()].join();
     const asked = [this.built, known, JSON.stringify(state.query)].join();
@@ -225,8 +222,6 @@ export class View {
     }
     this.cards.show();
     this.browse.show();
-    // A card that closed had the focus: keys go on working.
-    if (focused && !this.root.contains(this.active())) this.root.focus({ preventScroll: true });
     this.updating = false;
     this.reveal = false; // the selected token comes into sight when it has changed,
     this.keepPlace = false; // unless it was selected there
@@ -234,12 +229,6 @@ export class View {
 
   active() {
     return this.root.getRootNode().activeElement;
-  }
-
-  // The side where a node stands, else the selected one.
-  focused(node) {
-    const number = this.sections?.findIndex((section) => section.contains(node));
-    return this.state.sides[number] ?? this.state.selected().side;
   }
 
   // The pointer is on a token, and in the map in a layer; or it left.
