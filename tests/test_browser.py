@@ -169,7 +169,7 @@ def view(page):
         ".tw-bar :is(select, input)",
         "(nodes) => nodes.map((node) => [node.ariaLabel, node.value, node.checked].join())",
     )
-    shown = [texts(page, names) for names in (".tw-ticks", "button.tw-hit", "[role=status]")]
+    shown = [texts(page, names) for names in (".tw-legend text", "button.tw-hit", "[role=status]")]
     return controls, shown, page.locator("[aria-selected]").count()
 
 

@@ -165,14 +165,14 @@ export class Browse {
   }
 
   table(overview, selected) {
-    const { found } = this.answer;
-    const [columns, names, cells] = this.columns(overview);
     const live = canChange(this.state);
+    const columns = this.columns(overview);
     const row = (index) => {
       const name = `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`;
       const about = { "aria-current": index === selected && "true" };
+      const cells = columns.map(([, , cell]) => element("span", cell(index)));
       const choose = () => this.choose(index);
-      const hit = button(".tw-item.tw-hit", choose, about, element("b", name), cells(index));
+      const hit = button(".tw-item.tw-hit", choose, about, element("b", name), cells);
       if (!live) return hit;
       const onchange = ({ target }) => {
         this.chosen[target.checked ? "add" : "delete"](index);
@@ -182,41 +182,38 @@ export class Browse {
       const checked = this.chosen.has(index);
       return element("div.tw-item", element("input", { ...box, checked }), hit);
     };
-    const rows = found.slice(0, this.rows).map(row);
-    const widths = `${live ? "16px " : ""}62px ${columns}`;
-    return table(widths, [...(live ? [""] : []), "neuron", ...names], rows);
+    const rows = this.answer.found.slice(0, this.rows).map(row);
+    const names = [...(live ? [""] : []), "neuron", ...columns.map(([name]) => name)];
+    const widths = columns.map(([, width]) => width).join(" ");
+    return table(`${live ? "16px " : ""}62px ${widths}`, names, rows);
   }
 
-  // Widths and names of the columns behind the neuron, and the cells of one.
+  // Of each column behind the neuron its name, its width, and what is in the cell of one.
   columns(overview) {
     const { about, fires, strength, places } = overview;
     const { score, tallyOf, classOf } = this.answer;
     const { where } = this.state.query;
-    const text = (value) => element("span", value);
     if (tallyOf) {
-      const cells = (index) => {
-        const { phi, precision, recall, rate, inside, outside } = tallyOf(index).measures(index);
-        const measures = [phi.toFixed(3), ...[precision, recall, rate].map(percent)];
-        const means = [inside, outside].map((h) => signed(Number(h.toFixed(2)), 2));
-        return [classOf && text(classOf(index)), [...measures, ...means].map(text)];
-      };
-      const names = ["phi", "precision", "recall", "fires", "h inside", "outside"];
-      const widths = "minmax(0, 1fr) ".repeat(names.length);
-      return classOf
-        ? [`minmax(90px, 2fr) ${widths}`, ["class", ...names], cells]
-        : [widths, names, cells];
+      const measure = (name, written) => [
+        ...[name, "minmax(0, 1fr)"],
+        (index) => written(tallyOf(index).measures(index)[name]),
+      ];
+      return [
+        ...(classOf ? [["class", "minmax(90px, 2fr)", classOf]] : []),
+        measure("phi", (phi) => phi.toFixed(3)),
+        ...["precision", "recall", "fires"].map((name) => measure(name, percent)),
+        ...["h inside", "outside"].map((name) => measure(name, (h) => signed(h.toFixed(2), 2))),
+      ];
     }
     const ofPlaces = ["fires", "around"].includes(where);
-    const matched = (size) => (ofPlaces ? `${size} of ${places}` : number(size));
-    const match = score && where !== "note";
-    const cells = (index) => [
-      fires && text(percent(fires[index] / about.tokens)),
-      fires && text(number(strength[index])),
-      fires && element("span.tw-chips", overview.peaksOf(index).map((peak) => pill(peak))),
-      match && text(matched(score[index])),
+    const matched = (index) => (ofPlaces ? `${score[index]} of ${places}` : number(score[index]));
+    const peaks = (index) => overview.peaksOf(index).map((peak) => pill(peak));
+    const known = [
+      ["fires", "48px", (index) => percent(fires[index] / about.tokens)],
+      ["mean |h|", "54px", (index) => number(strength[index])],
+      ["fires most at", "minmax(0, 1fr)", (index) => element("span.tw-chips", peaks(index))],
     ];
-    const names = fires ? ["fires", "mean |h|", "fires most at"] : [];
-    if (match) names.push("match");
-    return [fires ? "48px 54px minmax(0, 1fr) 64px" : "64px", names, cells];
+    const match = score && where !== "note" ? [["match", "64px", matched]] : [];
+    return [...(fires ? known : []), ...match];
   }
 }

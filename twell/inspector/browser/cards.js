@@ -11,7 +11,8 @@ import { integer, number, percent, plural, range, signed } from "./words.js";
 const CHIPS = 3; // neurons of a closed layer
 const ENTRIES = 500; // neurons of an opened one
 const HOW =
-  "Hover a token to peek, click to pin it. Then click a neuron to see where it fires.";
+  "Hover a token to peek, click to pin it. Then click a neuron to see where it fires. Drag over " +
+  "tokens to find neurons that tell them apart. Keys: arrows, Enter (strongest neuron), Esc.";
 const ABOUT_NEXT =
   "The ten likeliest next tokens with their probabilities; the framed one is what follows in the " +
   "text.";
@@ -82,7 +83,7 @@ export class Cards {
     const note = element("span", "each with the class of tokens that it tells apart best");
     rows.push(button(".tw-item", classes, element("b", "Neurons that are a class"), note));
     const title = element("div.tw-card-head", element("h2", "Where to begin"));
-    const places = table("auto minmax(0, 1fr)", [], rows);
+    const places = table("repeat(2, minmax(0, 1fr))", [], rows);
     return element("section.tw-card.tw-begin", title, quiet(HOW), places);
   }
 

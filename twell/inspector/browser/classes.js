@@ -133,8 +133,8 @@ export class Tally {
     const [n, p, f] = [this.tokens[index], this.members[index], this.fires[index]];
     const [both, inside] = [this.both[index], this.inside[index]];
     return {
-      ...{ phi: this.phi(index), precision: both / f, recall: both / p, rate: f / n },
-      ...{ inside: inside / p, outside: (this.sum[index] - inside) / (n - p) },
+      ...{ phi: this.phi(index), precision: both / f, recall: both / p, fires: f / n },
+      ...{ "h inside": inside / p, outside: (this.sum[index] - inside) / (n - p) },
     };
   }
 }

@@ -1,5 +1,7 @@
 // Ramps of 256 colours, scales, which values colour a passage and its map, and the legend.
 
+import { legend } from "@observablehq/plot";
+
 import { element, help, renew } from "./elements.js";
 import { number, range, signed } from "./words.js";
 
@@ -36,11 +38,6 @@ class Ramp {
     this.ink = this.rgb.map((rgb, n) => (n === bare ? "" : ink(rgb)));
   }
 
-  gradient(indexAt) {
-    const stops = Array.from({ length: 33 }, (_, n) => this.fill[indexAt(n / 32)] || "transparent");
-    return `linear-gradient(to right, ${stops.join(", ")})`;
-  }
-
   // A colour as a pixel; where it is transparent, the one behind.
   pixel(index, behind) {
     return index === this.bare ? behind : pixel(this.rgb[index]);
@@ -70,7 +67,7 @@ export function makeScale(kind, [least, largest], label, ramps) {
 export function isDark(element) {
   for (let node = element; node; node = node.parentElement) {
     const colour = getComputedStyle(node).backgroundColor.match(/[\d.]+/g)?.map(Number);
-    if (colour && (colour.length < 4 || colour[3] > 0.5)) return luminance(colour.slice(0, 3)) < 0.18;
+    if (colour && (colour[3] ?? 1) > 0.5) return luminance(colour.slice(0, 3)) < 0.18;
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
@@ -174,19 +171,14 @@ export function mapColours(state, side) {
   return { values, scale: scaleOf(state, "log", label, every) };
 }
 
-export function showLegend(box, scale) {
-  const background = scale.ramp.gradient((t) => scale.index(scale.at(t)));
-  const text = (v) => (scale.kind === "signed" && v ? signed(v) : number(v));
-  const ticks = [0, 0.5, 1].map((t) => text(scale.at(t)));
+export function showLegend(box, { label, kind, ramp, index, at }) {
+  const text = (value) => (kind === "signed" && value ? signed(value) : number(value));
+  const tickFormat = (t) => text(at(t));
+  const interpolate = (t) => ramp.fill[index(at(t))] || "transparent";
+  const color = { type: "linear", domain: [0, 1], interpolate };
+  const size = { width: 200, height: 30, marginTop: 0, marginBottom: 18, marginLeft: 16, ticks: 2 };
+  const about = label.startsWith("h of") && help(ABOUT_H);
   const build = () =>
-    element(
-      "div.tw-legend",
-      element("span", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
-      element(
-        "span.tw-scale",
-        element("span.tw-gradient", { style: { background } }),
-        element("span.tw-ticks", ticks.map((tick) => element("span", tick))),
-      ),
-    );
-  renew(box, [["legend", [scale.label, background, ...ticks].join(), build]]);
+    element("div.tw-legend", element("span", label, about), legend({ color, tickFormat, ...size }));
+  renew(box, [["legend", [label, kind, at(0), at(1), ramp.fill].join(), build]]);
 }

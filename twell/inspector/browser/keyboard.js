@@ -1,12 +1,5 @@
 // Keys of the passage and its map, where the focus is on one of them; elsewhere they scroll.
 
-export const KEYS = [
-  ["\u2190 \u2192", "token"],
-  ["\u2191 \u2193", "layer"],
-  ["Enter", "its strongest neuron"],
-  ["Esc", "let go"],
-];
-
 export function pressed(event, side, state) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const { side: own, layer } = state.selected();

@@ -9,7 +9,6 @@ import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
 import { meanOf, unpack } from "./data.js";
 import { element, refill, renew } from "./elements.js";
-import { KEYS } from "./keyboard.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
 import { State, TRAITS } from "./state.js";
@@ -33,14 +32,9 @@ export class View {
     this.head = element("div");
     this.bar = element("div");
     this.sides = element("div.tw-sides");
-    const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
     const left = element("div.tw-left", this.sides, this.browse.node);
     const right = element("div.tw-right", this.cards.box);
-    this.body = [
-      ...[this.bar, this.typing.nodes],
-      element("div.tw-body", left, right),
-      element("div.tw-keys", keys),
-    ];
+    this.body = [this.bar, this.typing.nodes, element("div.tw-body", left, right)];
     // JupyterLab leaves keys alone below this attribute.
     const about = { "data-lm-suppress-shortcuts": "true" };
     this.root = element("div.twell", about, this.head);
@@ -87,10 +81,8 @@ export class View {
       Object.assign(this.state, { header, sides });
       for (const side of sides) side.catalog = this.catalogOf(side);
     } catch (error) {
-      const old = typeof DecompressionStream === "undefined";
-      const why = old ? "it needs a browser of 2024 or later" : error.message;
-      refill(this.root, element("p.tw-empty", `The passage cannot be shown: ${why}.`));
-      return;
+      const why = `The passage cannot be shown: ${error.message}.`;
+      return refill(this.root, element("p.tw-empty", why));
     }
     this.build();
   }
