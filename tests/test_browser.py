@@ -70,8 +70,10 @@ def test_a_page_shows_the_trace(open_page, hard_trace):
     click(page, "button.tw-entry", 0)
     fires = np.flatnonzero(mask[layer, :, neuron])
     column = passage.layer(layer).toarray()[:, neuron]
-    # The first token is left out of colours.
+    # The first token is left out of colours, and the card says so.
     assert coloured(page).keys() == {t for t in fires if t > 0}
+    left_out = page.get_by_text("Colours leave out 1 firing at first tokens.")
+    assert left_out.count() == (0 in fires)
     assert all(sign == np.sign(column[t]) for t, sign in coloured(page).items() if column[t])
     assert f"{len(fires)} of {len(HARD)}" in texts(page, ".tw-neuron .tw-fact b")[0]
     page.wait_for_selector(".tw-histogram text:has-text('tokens (n = ')", state="attached")

@@ -102,12 +102,15 @@ def test_a_click_silences_a_neuron(live, pair):
     page.locator(".tw-t").nth(token).click()
     page.locator(".tw-layer-name").first.click()
     page.locator("button.tw-entry").first.click()
-    page.get_by_role("button", name="0, silent").click()
+    page.get_by_role("button", name="silence").click()
     strip = page.locator(".tw-strip-of-changes")
     strip.wait_for()
     assert widget.changes == [{"layer": 0, "neuron": neuron, "scale": 0}]
     losses = [-np.nanmean(side.trace.logprob) for side in widget.sides]
     assert f"loss {losses[0]:.3f} \u2192 {losses[1]:.3f} nats" in strip.text_content()
+    # The view opens on what changed: the surprise of each token.
+    assert widget.view["colour"] == "surprise" and widget.view["difference"]
+    assert coloured(page, 1).keys() != set()
     # Later layers are shown as they became, beside what they were.
     before, after = widget.sides
     counts = [int(count) for count in texts(page, ".tw-token .tw-count")]

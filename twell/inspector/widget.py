@@ -151,7 +151,11 @@ class Inspector(anywidget.AnyWidget):
             sides = self._unchanged()
             if change["name"] == "texts":
                 sides = self._run_texts(sides)
-            sides += [sides[0].changed(self.changes)] if self.changes else []
+            if self.changes:
+                sides += [sides[0].changed(self.changes)]
+            if change["name"] == "changes":  # what they do to the predictions is shown
+                self.difference = len(sides) > 1
+                self.colour = "surprise" if self.difference else self.colour
             if self.side >= len(sides):
                 self.side = 0
             if self.token is not None and self.token >= sides[self.side].trace.num_tokens:

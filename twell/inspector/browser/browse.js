@@ -2,7 +2,7 @@
 
 import { scatter } from "./charts.js";
 import { BEST, isList, SELECTIONS } from "./classes.js";
-import { canChange, change } from "./compare.js";
+import { canChange } from "./compare.js";
 import { button, element, help, labelled, pill, renew, select, table } from "./elements.js";
 import { OVER, QUERY, search, SORTS, STATES, WHERE } from "./search.js";
 import { integer, number, percent, plural, range, signed } from "./words.js";
@@ -159,7 +159,7 @@ export class Browse {
         ...{ layer: Math.floor(index / N), neuron: index % N, scale: 0 },
       }));
       this.chosen.clear();
-      change(this.state, changes);
+      this.state.put({ changes });
     };
     return button(".tw-copy", silence, `silence ${plural(chosen.length, "neuron")} together`);
   }

@@ -50,7 +50,7 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
   const ends = (bin) => `${powerOfTwo(edges[bin])} to ${powerOfTwo(edges[bin + 1])}`;
   const below = 0.7; // so that one token is seen
   return plot({
-    ...{ width: 320, height: 128, marginLeft: 44, marginBottom: 36, marginTop: 18, style: STYLE },
+    ...{ width: 270, height: 128, marginLeft: 44, marginBottom: 36, marginTop: 18, style: STYLE },
     className: "tw-histogram",
     ariaLabel: `histogram of h, ${name}`,
     x: {

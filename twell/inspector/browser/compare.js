@@ -8,6 +8,7 @@ import { number, percent, signed } from "./words.js";
 const ABOUT_CHANGED =
   "The mean over this text\u2019s tokens of the size of the difference of h, right minus left, " +
   "without the first token of each sequence.";
+const SAME = "No value of any neuron differs in this text.";
 const ABOUT_ALIKE =
   "The cosine of the neuron\u2019s weights in the two models: of what makes it fire (input), and " +
   "of what it adds to the output (output); 1 is the same direction.";
@@ -17,6 +18,8 @@ const ABOUT_CHANGE =
 
 export function changedCard(state) {
   const { changed } = state.header;
+  const { length } = state.sides[1].about.changes;
+  const none = length ? "No neuron changes after these: only predictions do." : SAME;
   const rows = changed.map(([layer, neuron, change]) => {
     const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
@@ -35,7 +38,7 @@ export function changedCard(state) {
     element("div.tw-card-head", element("h2", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
       ? table("repeat(4, minmax(0, 80px))", names, rows)
-      : quiet("No value of any neuron differs in this text."),
+      : quiet(none),
   );
 }
 
@@ -46,12 +49,6 @@ export function alikeness({ header, sides }, layer, neuron) {
   const at = layer * sides[0].N + neuron;
   const cosines = `input ${input[at].toFixed(2)}, output ${output[at].toFixed(2)}`;
   return quiet(`weights in both: ${cosines}`, help(ABOUT_ALIKE));
-}
-
-// The difference of surprise to the unchanged model is shown.
-export function change(state, changes) {
-  const view = { colour: "surprise", difference: true };
-  state.put({ ...(changes.length ? view : { difference: false, side: 0 }), changes });
 }
 
 // Whether there is a model to run, and not two that are compared already.
@@ -66,7 +63,7 @@ export function changeControls(state, layer, neuron) {
   const now = state.get("changes").find(isIt);
   const to = (how) => {
     const others = state.get("changes").filter((one) => !isIt(one));
-    change(state, how ? [...others, { layer, neuron, ...how }] : others);
+    state.put({ changes: how ? [...others, { layer, neuron, ...how }] : others });
   };
   const box = (sign, name, label) =>
     labelled(
@@ -77,11 +74,10 @@ export function changeControls(state, layer, neuron) {
   const silence = () => to(silent ? null : { scale: 0 });
   return element(
     "div.tw-change",
-    element("span.tw-quiet", "h becomes", help(ABOUT_CHANGE)),
-    button(".tw-copy", silence, { "aria-pressed": String(silent) }, "0, silent"),
+    element("span.tw-quiet", "Change h", help(ABOUT_CHANGE)),
+    button(".tw-copy", silence, { "aria-pressed": String(silent) }, "silence"),
     box("times", "scale", "scale the neuron by"),
     box("fixed at", "value", "set the neuron to"),
-    now && button(".tw-link", () => to(null), "undo"),
   );
 }
 
@@ -98,7 +94,7 @@ export function changeStrip(state) {
   const live = state.get("runs");
   const undo = (one) =>
     closer(`undo ${described(one)}`, () =>
-      change(state, changes.filter((other) => other !== one)),
+      state.put({ changes: changes.filter((other) => other !== one) }),
     );
   const chips = changes.map((one) => element("span.tw-changed", described(one), live && undo(one)));
   const members = state.membersOf(before);
@@ -112,6 +108,6 @@ export function changeStrip(state) {
     difference("loss", [before.loss, after.loss]),
     members && difference("at the selected tokens", [before, after].map(lossOf)),
   ];
-  const all = live && button(".tw-link", () => change(state, []), "undo all");
+  const all = live && button(".tw-link", () => state.put({ changes: [] }), "undo all");
   return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, losses);
 }

@@ -6,7 +6,7 @@ import { alikeness, changeControls } from "./compare.js";
 import { strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
 import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
-import { integer, number, percent, range, signed } from "./words.js";
+import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const NEAR = 50; // places in the passage where a neuron fires most
 const BEFORE = 24; // tokens of the passage around a place
@@ -39,7 +39,7 @@ export class NeuronCard {
   part(side, layer, neuron) {
     const { state, cards } = this;
     const traits = [layer, neuron, JSON.stringify(state.get("changes")), state.ramps.dark];
-    const shown = [...traits, this.places, cards.view.chunks].join();
+    const shown = [...traits, state.get("skip_first"), this.places, cards.view.chunks].join();
     return [`neuron${side.number}`, shown, () => this.build(side, layer, neuron)];
   }
 
@@ -90,11 +90,14 @@ export class NeuronCard {
       known.fires > 0 && fact("mean", signed(known.mean)),
       known.fires > 0 && fact("largest |h|", number(known.largest)),
     ];
+    const first = tokens.filter((token) => !side.position[token]).length;
+    const hidden = this.state.get("skip_first") && first > 0;
     const kept = `Shown are the ${integer(tokens.length)} of its firings that are kept.`;
     return element(
       "div",
       element("div.tw-factbox", facts),
       fires > tokens.length && quiet(kept),
+      hidden && quiet(`Colours leave out ${plural(first, "firing")} at first tokens.`),
       this.histogram(side, layer, neuron),
       known.promotes && promoted(known),
     );
