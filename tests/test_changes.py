@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import traitlets
-from torch.nn import functional as F
 
 import twell
 from tests.browser import coloured, in_browser, settle, texts
@@ -163,15 +162,9 @@ def models(tiny_run):
 
 def test_what_can_be_compared_is_said(models):
     model, later = models
-    header, arrays = unpack(twell.inspect(model, TEXT, compare=later).data)
+    header, _ = unpack(twell.inspect(model, TEXT, compare=later).data)
     assert (header["aligned"], header["same"], header["paired"]) == (True, False, True)
     assert header["reasons"] == []
-    alike_in, alike_out = [], []
-    for one, two in zip(model[0].ffns, later[0].ffns, strict=True):
-        alike_in.append(F.cosine_similarity(one.gate_proj.weight, two.gate_proj.weight, 1))
-        alike_out.append(F.cosine_similarity(one.down_proj.weight, two.down_proj.weight, 0))
-    for name, expected in (("alike_in", alike_in), ("alike_out", alike_out)):
-        np.testing.assert_allclose(arrays[name], torch.cat(expected).detach(), atol=5e-3)
     pair_of_texts = unpack(twell.inspect(model, (TEXT, "de")).data)[0]
     assert pair_of_texts["paired"] and pair_of_texts["same"]
     assert "different tokens" in pair_of_texts["reasons"][0]

@@ -263,7 +263,7 @@ def test_the_preset_has_the_best_class_of_each_neuron(open_page, spoken):
 def find_note(page, words):
     page.locator("summary").click()
     page.get_by_label("state").select_option("all")
-    page.get_by_label("where", exact=True).select_option("note")
+    page.get_by_label("where", exact=True).select_option("label or note")
     page.get_by_label("words to find").fill(words)
     page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
 

@@ -70,7 +70,7 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
         for number, side in enumerate(shown)
         for name, array in _arrays(side, strongest, precise).items()
     }
-    about, alike = compared(shown)
+    about = compared(shown)
     if not precise:
         about["reasons"].append("Values are rounded to bf16, within 0.4%.")
     if strongest is not None:
@@ -78,8 +78,6 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
             f"Of each token and layer the {strongest} strongest neurons are kept here; counts, "
             "shares and marks are of all."
         )
-    for name, values in alike.items():
-        arrays[name] = leading(values, 2)
     header = {
         "sides": [_about(side, strongest) for side in shown],
         **about,

@@ -58,9 +58,6 @@ def presets(side: Side) -> list[dict]:
         note = f"{passage.values[entry]:+.3g} at {quoted(token)}"
         neuron = int(passage.indices[entry])
         add("Strongest neuron", note, token=token, layer=layer, neuron=neuron)
-    mean = counts.mean(axis=1)
-    busy = int(mean.argmax())
-    add("Busiest layer", f"layer {busy}: {mean[busy]:.3g} active", layers=[busy, busy])
     return places
 
 

@@ -191,7 +191,7 @@ export class Browse {
   // Of each column behind the neuron its name, its width, and what is in the cell of one.
   columns(overview) {
     const { about, fires, strength, places } = overview;
-    const { score, tallyOf, classOf } = this.answer;
+    const { score, tallyOf, classOf, label } = this.answer;
     const { where } = this.state.query;
     if (tallyOf) {
       const measure = (name, written) => [
@@ -213,7 +213,8 @@ export class Browse {
       ["mean |h|", "54px", (index) => number(strength[index])],
       ["fires most at", "minmax(0, 1fr)", (index) => element("span.tw-chips", peaks(index))],
     ];
-    const match = score && where !== "note" ? [["match", "64px", matched]] : [];
-    return [...(fires ? known : []), ...match];
+    const match = score && !label ? [["match", "64px", matched]] : [];
+    const labels = label ? [["label", "minmax(0, 2fr)", label]] : [];
+    return [...(fires ? known : []), ...match, ...labels];
   }
 }

@@ -2,7 +2,7 @@
 // are selected by the name of a class, by a pattern, or one by one: in the passage, or in the text
 // around the examples of an aggregate.
 
-import { range } from "./words.js";
+import { BYTES, range } from "./words.js";
 
 const RARE = 1 / 10_000; // of the aggregate's tokens
 const WORD = "[\\p{L}\\p{N}]";
@@ -72,26 +72,29 @@ export class Tokens {
   // Of each token whether it is of a class. counts: of the strings in an aggregate's text.
   members(name, counts) {
     const key = `${name} ${Boolean(counts)}`;
-    if (!this.known.has(key)) this.known.set(key, this.classify(CLASSES[name], counts));
+    if (!this.known.has(key)) {
+      const isMember = this.test(name, counts);
+      this.known.set(key, this.token.map((_, n) => isMember(n)));
+    }
     return this.known.get(key);
   }
 
-  classify(test, counts) {
+  // A function that says whether a token is of a class.
+  test(name, counts) {
     const { strings, token, position } = this;
     const total = counts ? [...counts.values()].reduce((sum, count) => sum + count, 0) : 0;
     const known = new Map();
-    const members = new Uint8Array(token.length);
-    for (let n = 0; n < token.length; n++) {
+    return (n) => {
       const first = position[n] === 0;
-      const before = first ? "" : this.follows(n) ? strings[token[n - 1]] : null;
-      const key = `${token[n]} ${first} ${before}`;
-      if (!known.has(key)) {
-        const text = strings[token[n]];
-        known.set(key, test(text, before, first, counts?.get(text) < RARE * total));
-      }
-      members[n] = known.get(key);
-    }
-    return members;
+      const before = first ? 0 : this.follows(n) ? 1 + token[n - 1] : -1;
+      const key = token[n] * (strings.length + 2) + before;
+      if (known.has(key)) return known.get(key);
+      const text = BYTES.test(strings[token[n]]) ? "" : strings[token[n]]; // bytes are no digits
+      const prior = first ? "" : (strings[before - 1] ?? null);
+      const is = CLASSES[name](text, prior, first, counts?.get(text) < RARE * total);
+      known.set(key, is);
+      return is;
+    };
   }
 
   // selected: the name of a class, tokens such as "3,4,9", or a pattern. Raises SyntaxError.
@@ -155,12 +158,12 @@ export function tallyPassage(side, members, skip) {
   return tally;
 }
 
-// Over the tokens around each neuron's own examples, where h is kept.
-export function tallyExamples(overview, text, layers, members, skip) {
-  const { N, L, places, width, largest } = overview;
+// Over the tokens around each neuron's own examples, where h is kept. isMember: of a token.
+export function tallyExamples(overview, text, layers, isMember, skip, indices) {
+  const { N, places, width, largest } = overview;
   const { before, after } = overview.about;
-  const tally = new Tally(L * N);
-  for (let index = 0; index < L * N; index++) {
+  const tally = new Tally(indices.length);
+  indices.forEach((index, row) => {
     const { near } = layers[Math.floor(index / N)].arrays;
     for (let place = 0; place < places; place++) {
       const at = text.at[index * places + place] - 1;
@@ -168,13 +171,14 @@ export function tallyExamples(overview, text, layers, members, skip) {
       const [first, last] = text.around(at, before, after);
       const from = ((index % N) * places + place) * width + before - at;
       for (let token = first; token <= last; token++) {
-        if (skip && !members[token] && !text.position[token]) continue;
-        tally.tokens[index]++;
-        tally.members[index] += members[token];
+        const member = isMember(token);
+        if (skip && !member && !text.position[token]) continue;
+        tally.tokens[row]++;
+        tally.members[row] += member;
         const h = near[from + token];
-        if (h) tally.fire(index, members[token], (h * largest[index]) / 127);
+        if (h) tally.fire(row, member, (h * largest[index]) / 127);
       }
     }
-  }
+  });
   return tally;
 }

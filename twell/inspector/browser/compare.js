@@ -1,5 +1,4 @@
-// Two sides beside each other: which neurons changed most, how alike the selected one is in two
-// models, and what was changed in a live model.
+// Two sides beside each other: which neurons changed most, and what was changed in a live model.
 
 import { meanOf } from "./data.js";
 import { button, closer, element, help, labelled, numberBox, quiet, table } from "./elements.js";
@@ -9,9 +8,6 @@ const ABOUT_CHANGED =
   "The mean over this text\u2019s tokens of the size of the difference of h, right minus left, " +
   "without the first token of each sequence.";
 const SAME = "No value of any neuron differs in this text.";
-const ABOUT_ALIKE =
-  "The cosine of the neuron\u2019s weights in the two models: of what makes it fire (input), and " +
-  "of what it adds to the output (output); 1 is the same direction.";
 const ABOUT_CHANGE =
   "The model runs again with another h of this neuron in the output of its layer, at every " +
   "token; the second side shows what becomes of it.";
@@ -40,15 +36,6 @@ export function changedCard(state) {
       ? table("repeat(4, minmax(0, 80px))", names, rows)
       : quiet(none),
   );
-}
-
-// How alike a neuron is in the two models; null for one model.
-export function alikeness({ header, sides }, layer, neuron) {
-  const [input, output] = header.alike;
-  if (!input) return null;
-  const at = layer * sides[0].N + neuron;
-  const cosines = `input ${input[at].toFixed(2)}, output ${output[at].toFixed(2)}`;
-  return quiet(`weights in both: ${cosines}`, help(ABOUT_ALIKE));
 }
 
 // Whether there is a model to run, and not two that are compared already.

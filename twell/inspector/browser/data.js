@@ -37,7 +37,6 @@ export async function readBlock(bytes) {
 export async function unpack(bytes) {
   const { header, arrays } = await readBlock(bytes);
   const sides = header.sides.map((about, number) => new Side(number, about, arrays));
-  header.alike = [arrays.alike_in, arrays.alike_out]; // cosines [L * N], of two models
   return { header, sides };
 }
 

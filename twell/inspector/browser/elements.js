@@ -34,10 +34,6 @@ function assign(node, attributes) {
   }
 }
 
-export function refill(parent, ...nodes) {
-  parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
-}
-
 // Draw the children of a node again where they changed. parts: of each child a name, a text that
 // says what it shows, and a function that builds it.
 export function renew(parent, parts) {
@@ -120,7 +116,7 @@ export function signedText(value, digits) {
 }
 
 export function wordWith(text, value, classes = "", attributes = {}) {
-  return element(`span.tw-word${classes}`, attributes, pill(text), element("b", value));
+  return element(`span.tw-word${classes}`, attributes, pill(text), " ", element("b", value));
 }
 
 export function fact(name, value) {

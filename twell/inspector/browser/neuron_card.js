@@ -2,10 +2,11 @@
 
 import { drawHistogram, histograms, pairsOf } from "./charts.js";
 import { makeScale } from "./colours.js";
-import { alikeness, changeControls } from "./compare.js";
+import { changeControls } from "./compare.js";
 import { strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
 import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
+import { labelOf } from "./search.js";
 import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const NEAR = 50; // places in the passage where a neuron fires most
@@ -52,8 +53,8 @@ export class NeuronCard {
       { "aria-label": "neuron" },
       this.state.sides.length === 2 && element("div.tw-of", side.about.name),
       this.head(side, layer, neuron),
-      alikeness(this.state, layer, neuron),
       noteOf(side, layer, neuron, known),
+      !known.note && automatic(side, layer, neuron, known),
       changeControls(this.state, layer, neuron),
       element(
         "div.tw-neuron-body",
@@ -211,6 +212,12 @@ function picker(label, value, most, choose) {
     target.checkValidity() ? choose(target.valueAsNumber) : (target.value = String(value));
   const range = { min: "0", max: String(most), step: "1", required: true };
   return numberBox(label, value, null, { ...range, onchange });
+}
+
+// The automatic label, which a note of one's own replaces.
+function automatic({ catalog }, layer, neuron, { promotes = [] }) {
+  const label = labelOf(catalog, layer, neuron, promotes.map(([word]) => word));
+  return label && element("p.tw-label", label);
 }
 
 // One's own note: a box if it can be kept, else its text.

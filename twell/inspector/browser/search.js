@@ -4,6 +4,7 @@
 import { BEST, isList, patternOf, SELECTIONS, tallyExamples, tallyPassage } from "./classes.js";
 import { range } from "./words.js";
 
+const CLEAR = 0.5; // phi of a class that is a label
 const FEWEST = 3; // members of a class in a passage
 
 // within: a layer; selected: tokens (classes.js), as whole words, with their case, over the passage
@@ -20,13 +21,14 @@ export const QUERY = {
   sort: "match",
   finding: false,
 };
+const BEST_EXAMPLES = { selected: BEST, over: "examples" };
 export const WHERE = {
   selected: "tell tokens apart",
   fires: "fires at",
   around: "text around",
   promotes: "promotes",
   suppresses: "suppresses",
-  note: "note",
+  note: "label or note",
 };
 export const OVER = { passage: "over this text", examples: "over the examples" };
 export const STATES = { alive: "that fire", dead: "dead", all: "all" };
@@ -90,8 +92,13 @@ function matches(catalog, overview, { where }, words) {
   }
   const score = new Float32Array(overview.L * overview.N);
   if (where === "note") {
+    const ranks = overview.fires ? ranked(catalog, overview, BEST_EXAMPLES, {}, true) : {};
+    const automatic = (at) =>
+      ranks.score ? labelled(overview, at, ranks.score[at], ranks.classOf(at)) : "";
     const note = (at) => catalog.note(Math.floor(at / overview.N), at % overview.N);
-    return { score: score.map((_, at) => note(at).toLowerCase().includes(words)) };
+    const label = (at) => note(at) || automatic(at);
+    if (ranks.waiting) return { waiting: true };
+    return { score: score.map((_, at) => label(at).toLowerCase().includes(words)), label };
   }
   if (!overview.about.words)
     return { error: "Promoted words are known only where there is a model with its last norm." };
@@ -151,10 +158,11 @@ function ranked(catalog, overview, query, side, skip) {
   const broken = chunks.find((chunk) => chunk?.error);
   if (broken || chunks.includes(undefined)) return { waiting: !broken, error: broken?.error };
   const text = inPassage ? side.tokens : chunks[0];
+  const every = range(0, overview.L * overview.N - 1);
   const tallied = (members) =>
     inPassage
       ? tallyPassage(side, members, skip)
-      : tallyExamples(overview, text, layers, members, skip);
+      : tallyExamples(overview, text, layers, (token) => members[token], skip, every);
   if (query.selected !== BEST) {
     const tally = tallied(text.select(query.selected, query, counts));
     return { score: tally.tokens.map((_, index) => tally.phi(index)), tallyOf: () => tally };
@@ -169,13 +177,40 @@ function ranked(catalog, overview, query, side, skip) {
       if (phi > highest) [score[index], best[index]] = [phi, { tally, name }];
     });
   }
-  return { score, tallyOf: (index) => best[index].tally, classOf: (index) => best[index].name };
+  return { score, tallyOf: (index) => best[index].tally, classOf: (index) => best[index]?.name };
 }
 
 function whyNoExamples({ fires }, { selected }) {
   if (!fires) return "There are no examples without an aggregate.";
   if (isList(selected)) return "These tokens are of the passage; choose a class or a pattern.";
   return null;
+}
+
+// Automatic labels: the class that a neuron clearly tells apart over its examples, with its phi; the
+// tokens where it fires most; and words that it promotes.
+function labelled(overview, index, phi, name, promotes = []) {
+  const quoted = (words) => words.map((word) => `\u201c${word.trim()}\u201d`).join(" ");
+  const parts = [
+    phi >= CLEAR && `${name}, phi ${phi.toFixed(2)}`,
+    overview.fires[index] > 0 && `fires at ${quoted(overview.peaksOf(index).slice(0, 3))}`,
+    promotes.length > 0 && `promotes ${quoted(promotes.slice(0, 3))}`,
+  ];
+  return parts.filter(Boolean).join("; ");
+}
+
+// promotes: words. Undefined while chunks load, or where there is no aggregate.
+export function labelOf(catalog, layer, neuron, promotes) {
+  const { overview, text } = { overview: catalog.chunk("overview"), text: catalog.chunk("text") };
+  const layers = { [layer]: catalog.chunk(`layer-${layer}`) };
+  if (!overview?.fires || !text?.token || !layers[layer]?.arrays) return undefined;
+  const index = layer * overview.N + neuron;
+  const phiOf = (name) => {
+    const isMember = text.test(name, overview.counts);
+    return tallyExamples(overview, text, layers, isMember, true, [index]).phi(0);
+  };
+  const phis = SELECTIONS.slice(1).map((name) => [phiOf(name), name]);
+  const best = phis.reduce((one, other) => (other[0] > one[0] ? other : one));
+  return labelled(overview, index, ...best, promotes);
 }
 
 function chunksOf(catalog, { L }, kind) {

@@ -8,7 +8,7 @@ import { Cards, modelFacts } from "./cards.js";
 import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
 import { meanOf, unpack } from "./data.js";
-import { element, refill, renew } from "./elements.js";
+import { element, renew } from "./elements.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
 import { State, TRAITS } from "./state.js";
@@ -34,7 +34,7 @@ export class View {
     this.sides = element("div.tw-sides");
     const left = element("div.tw-left", this.sides, this.browse.node);
     const right = element("div.tw-right", this.cards.box);
-    this.body = [this.bar, this.typing.nodes, element("div.tw-body", left, right)];
+    this.body = [this.bar, ...this.typing.nodes, element("div.tw-body", left, right)];
     // JupyterLab leaves keys alone below this attribute.
     const about = { "data-lm-suppress-shortcuts": "true" };
     this.root = element("div.twell", about, this.head);
@@ -82,7 +82,7 @@ export class View {
       for (const side of sides) side.catalog = this.catalogOf(side);
     } catch (error) {
       const why = `The passage cannot be shown: ${error.message}.`;
-      return refill(this.root, element("p.tw-empty", why));
+      return this.root.replaceChildren(element("p.tw-empty", why));
     }
     this.build();
   }
@@ -134,14 +134,12 @@ export class View {
     this.built++;
     const layout = sides.length === 2 ? "tw-two" : sides[0].T ? "tw-one" : "tw-nothing";
     this.root.className = `twell ${layout}`;
-    if (!this.bar.isConnected) refill(this.root, this.head, this.body);
+    if (!this.bar.isConnected) this.root.replaceChildren(this.head, ...this.body);
     this.parts = sides.map((side) =>
       side.T ? { passage: new Passage(this, side), map: new ActivityMap(this, side) } : null,
     );
-    this.sections = sides.map((side, n) =>
-      element("section.tw-side", this.nodesOf(side, this.parts[n])),
-    );
-    refill(this.sides, this.sections);
+    const sections = sides.map((side, n) => element("section", this.nodesOf(side, this.parts[n])));
+    this.sides.replaceChildren(...sections);
     this.reveal = true;
     this.typing.show();
     this.update();
