@@ -3,12 +3,13 @@
 import gzip
 import json
 import re
+import time
 
 import numpy as np
 import pytest
 
 import twell
-from tests.browser import IN_BROWSER, click, settle, texts, values, violations, watch
+from tests.browser import IN_BROWSER, click, coloured, settle, texts, values, violations, watch
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace
 from twell import inspector, results, trace
@@ -260,6 +261,49 @@ def test_the_preset_has_the_best_class_of_each_neuron(open_page, spoken):
     assert ranks(page)[0][0] == (layer, neuron) and ranks(page)[0][1][0] == value
 
 
+NUMBERS = (
+    "The public debt has been reduced by $1,234,567 since the last session. In 1862 the revenue was "
+    "$51,935,720, and in the year ending June 30, 1863, it was $112,697,290. The Secretary will lay "
+    "before you a statement. It is believed that the revenue will be sufficient."
+)
+
+
+def test_three_questions_of_a_researcher(live):
+    """Which neurons fire on numbers? Is there one for sentence starts? What without the first?"""
+    widget = twell.inspect(SHIPPED, NUMBERS)
+    page = live(widget)
+    began = time.monotonic()
+    page.get_by_text("Neurons that are a class", exact=True).click()
+    page.get_by_label("class of tokens").select_option("digits")
+    page.get_by_label("over", exact=True).select_option("over the examples")
+    page.locator("[role=status]", has_text="neurons").wait_for()
+    (name, measures), *_ = ranks(page)
+    assert name == (1, 587) and float(measures[0]) > 0.85
+    page.locator("button.tw-hit").first.click()
+    page.locator(".tw-label", has_text="digits, phi 0.9").wait_for()
+    numbers = {n for n, text in enumerate(widget.trace.strings) if re.search(r"\d", text)}
+    assert numbers <= coloured(page).keys() and len(coloured(page)) <= len(numbers) + 2
+
+    page.get_by_label("class of tokens").select_option("sentence start")
+    settle(page)
+    name, measures = ranks(page)[0]
+    assert name[0] == 0 and float(measures[0]) > 0.6
+
+    page.get_by_label("class of tokens").select_option("digits after digits")
+    for name in ("1 \u00b7 587", "1 \u00b7 19"):
+        page.get_by_label(f"choose {name}", exact=True).check()
+    page.get_by_role("button", name="silence 2 neurons together").click()
+    strip = page.locator(".tw-strip-of-changes", has_text="at the selected tokens")
+    strip.wait_for()
+    assert float(re.findall(r"\(\+([\d.]+)\)", strip.text_content())[1]) > 0.05
+    assert time.monotonic() - began < 60
+
+    # Labels are found by their words.
+    page.get_by_label("where", exact=True).select_option("label or note")
+    page.get_by_label("words to find").fill("digits, phi 0.9")
+    page.locator("button.tw-hit", has_text="1 \u00b7 587").wait_for()
+
+
 def find_note(page, words):
     page.locator("summary").click()
     page.get_by_label("state").select_option("all")
@@ -276,6 +320,7 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     side = Side("tiny", passage, counted, model, tokenizer, notes_file=tmp_path / "notes.txt")
     page = open_page([side], {"layer": 1, "neuron": 7}, wait=".tw-word")
     assert texts(page, ".tw-noted") == ["ends of words"]
+    assert not texts(page, ".tw-label")  # the note stands in its place
     find_note(page, "Words")
     assert hits(page) == [(1, 7)]
     # Neighbours in later and earlier layers lead on.

@@ -89,19 +89,17 @@ export class Browse {
     const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
     const together = [...this.chosen, canChange(state)];
     const shown = `${asked} ${this.rows} ${found.length} ${selected} ${together}`;
-    const choose = (index) => this.choose(index);
-    const drawn = overview?.fires; // without an aggregate there are no points
-    const chart = () => scatter(overview, found, selected, choose);
-    renew(this.plot, drawn ? [["chart", `${asked} ${selected}`, chart]] : []);
+    const chart = () => scatter(overview, found, (index) => this.choose(index));
+    renew(this.plot, overview?.fires ? [["chart", asked, chart]] : []);
+    this.plot.firstChild?.mark(selected);
     const add = () => {
       this.rows += ROWS;
       view.schedule();
     };
-    const more = found.length > this.rows;
     renew(this.list, [
       ...(this.chosen.size ? [["chosen", together.join(), () => this.silencing()]] : []),
       ...(found.length ? [["table", shown, () => this.table(overview, selected)]] : []),
-      ...(more ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
+      ...(found.length > this.rows ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
     ]);
   }
 
@@ -192,7 +190,6 @@ export class Browse {
   columns(overview) {
     const { about, fires, strength, places } = overview;
     const { score, tallyOf, classOf, label } = this.answer;
-    const { where } = this.state.query;
     if (tallyOf) {
       const measure = (name, written) => [
         ...[name, "minmax(0, 1fr)"],
@@ -205,7 +202,7 @@ export class Browse {
         ...["h inside", "outside"].map((name) => measure(name, (h) => signed(h.toFixed(2), 2))),
       ];
     }
-    const ofPlaces = ["fires", "around"].includes(where);
+    const ofPlaces = ["fires", "around"].includes(this.state.query.where);
     const matched = (index) => (ofPlaces ? `${score[index]} of ${places}` : number(score[index]));
     const peaks = (index) => overview.peaksOf(index).map((peak) => pill(peak));
     const known = [

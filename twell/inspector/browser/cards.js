@@ -36,20 +36,16 @@ export class Cards {
     const neurons = chosen ? state.sharing(side) : [];
     parts.unshift(...neurons.map((one) => this.neuron.part(one, layer, neuron)));
     const picked = chosen || token !== null;
-    if (picked) parts.unshift(["back", "", () => this.back()]);
+    const back = () => button(".tw-copy.tw-back", () => state.letGo(), "\u2190 back");
+    if (picked) parts.unshift(["back", "", back]); // on a phone, where cards hide the passage
     view.root.classList.toggle("tw-picked", picked);
     for (const part of parts) part[1] = `${view.built} ${part[1]}`;
     renew(this.box, parts);
     const name = chosen ? state.nameOf(side, layer, neuron) : null;
-    if (name !== this.name) this.box.scrollTop = 0;
+    if (name !== this.name) queueMicrotask(() => (this.box.scrollTop = 0)); // it lays out
     this.name = name;
     for (const node of this.box.querySelectorAll("[data-neuron]"))
       node.ariaPressed = String(node.dataset.neuron === name);
-  }
-
-  // On a phone, where cards hide the passage.
-  back() {
-    return button(".tw-copy.tw-back", () => this.state.letGo(), "\u2190 back");
   }
 
   // The selected token, or the one under the pointer; of two sides with the same tokens both.

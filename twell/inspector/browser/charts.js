@@ -3,6 +3,7 @@
 
 import { dot, dotX, hexagon, hexbin, plot, pointer, rectY, tip } from "@observablehq/plot";
 
+import { element } from "./elements.js";
 import { compact, percent, plural, powerOfTwo, range, signed } from "./words.js";
 
 const OCTAVES = 12;
@@ -78,15 +79,14 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
 }
 
 // All neurons: how often they fire against how strongly. found: the matching ones, by index;
-// choose(index) is called after a click, with the nearest.
-export function scatter({ fires, strength, about, N }, found, selected, choose) {
+// choose(index) is called after a click, with the nearest; mark(index) rings a neuron.
+export function scatter({ fires, strength, about, N }, found, choose) {
   const alive = range(0, fires.length - 1).filter((index) => fires[index] && strength[index] > 0);
   const at = {
     ...{ x: (index) => fires[index] / about.tokens, y: (index) => strength[index] },
     ariaHidden: "true", // the chart has a name
   };
   const matching = found.length < alive.length ? found.slice(0, MARKED) : [];
-  const chosen = fires[selected] ? [selected] : [];
   const axis = { type: "log", ticks: 4 };
   const accent = "var(--tw-accent)";
   const name = (index) => `${Math.floor(index / N)} \u00b7 ${index % N}`;
@@ -101,10 +101,15 @@ export function scatter({ fires, strength, about, N }, found, selected, choose) 
     marks: [
       hexagon(alive, hexbin({ fillOpacity: "count" }, { ...at, binWidth: 8, fill: "gray" })),
       dot(matching, { ...at, r: 1.5, fill: accent }),
-      dot(chosen, { ...at, r: 6, stroke: accent, strokeWidth: 2 }),
       tip(alive, pointer({ ...at, title: name, maxRadius: 12 })),
     ],
   });
   chart.onclick = () => chart.value >= 0 && choose(chart.value);
+  const ring = element("svg:circle", { r: 6, fill: "none", stroke: accent, "stroke-width": 2 });
+  chart.querySelector("svg:last-of-type").append(ring);
+  chart.mark = (index) => {
+    ring.setAttribute("cx", fires[index] ? chart.scale("x").apply(at.x(index)) : -9);
+    ring.setAttribute("cy", fires[index] ? chart.scale("y").apply(at.y(index)) : -9);
+  };
   return chart;
 }

@@ -92,12 +92,12 @@ function matches(catalog, overview, { where }, words) {
   }
   const score = new Float32Array(overview.L * overview.N);
   if (where === "note") {
-    const ranks = overview.fires ? ranked(catalog, overview, BEST_EXAMPLES, {}, true) : {};
-    const automatic = (at) =>
-      ranks.score ? labelled(overview, at, ranks.score[at], ranks.classOf(at)) : "";
+    const none = { score: {}, classOf() {} };
+    const ranks = overview.fires ? ranked(catalog, overview, BEST_EXAMPLES, {}, true) : none;
+    const automatic = (at) => labelled(overview, at, ranks.score[at], ranks.classOf(at));
     const note = (at) => catalog.note(Math.floor(at / overview.N), at % overview.N);
     const label = (at) => note(at) || automatic(at);
-    if (ranks.waiting) return { waiting: true };
+    if (ranks.waiting || ranks.error) return ranks;
     return { score: score.map((_, at) => label(at).toLowerCase().includes(words)), label };
   }
   if (!overview.about.words)
@@ -192,7 +192,7 @@ function labelled(overview, index, phi, name, promotes = []) {
   const quoted = (words) => words.map((word) => `\u201c${word.trim()}\u201d`).join(" ");
   const parts = [
     phi >= CLEAR && `${name}, phi ${phi.toFixed(2)}`,
-    overview.fires[index] > 0 && `fires at ${quoted(overview.peaksOf(index).slice(0, 3))}`,
+    overview.fires?.[index] > 0 && `fires at ${quoted(overview.peaksOf(index).slice(0, 3))}`,
     promotes.length > 0 && `promotes ${quoted(promotes.slice(0, 3))}`,
   ];
   return parts.filter(Boolean).join("; ");
