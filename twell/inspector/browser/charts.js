@@ -56,7 +56,7 @@ export function drawHistogram({ edges, histogram }, all, name, quantiles = []) {
     ariaLabel: `histogram of h, ${name}`,
     x: {
       ...{ domain: [low, last + 1], ticks: labelled, tickFormat: (n) => powerOfTwo(edges[n]) },
-      label: `h, in powers of two, ${name}`,
+      label: `h ${name}`,
     },
     y: {
       ...{ type: "log", domain: [below, Math.max(...most, 10)], grid: true, label: "tokens" },
