@@ -9,7 +9,7 @@ import torch
 import traitlets
 
 import twell
-from tests.browser import coloured, in_browser, settle, texts
+from tests.browser import coloured, in_browser, settle, texts, violations
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace, unpack
 from twell import inspector, trace
@@ -225,3 +225,5 @@ def test_the_same_neuron_in_two_checkpoints(open_page, two):
     change = columns[1] - columns[0]
     later = np.flatnonzero((two[0].position > 0) & (change != 0))
     assert coloured(page, 1) == {t: np.sign(change[t]) for t in later} != {}
+    page.locator(".tw-t").nth(5).click()
+    assert violations(page) == []

@@ -89,7 +89,7 @@ export class Cards {
     const most = Math.max(1, ...layers.map((n) => side.count(n, token)));
     return element(
       `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
-      { "aria-label": "token" },
+      { "aria-label": `token, ${side.about.name}` },
       state.header.aligned && element("div.tw-of", side.about.name),
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),

@@ -50,7 +50,7 @@ export class NeuronCard {
     const choose = (...other) => this.state.chooseNeuron(side, ...other);
     return element(
       "section.tw-card.tw-neuron",
-      { "aria-label": "neuron" },
+      { "aria-label": `neuron, ${side.about.name}` },
       this.state.sides.length === 2 && element("div.tw-of", side.about.name),
       this.head(side, layer, neuron),
       noteOf(side, layer, neuron, known),
@@ -146,7 +146,7 @@ export class NeuronCard {
       kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
       element(
         "div.tw-scrolled",
-        { data: { of: [layer, neuron, kind].join() } },
+        { tabindex: "0", data: { of: [layer, neuron, kind].join() } },
         here && this.placesHere(side, layer, neuron),
         known[kind]?.map((example) => this.exampleLine(side, example, known.largest)),
       ),
