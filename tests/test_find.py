@@ -77,6 +77,20 @@ def test_neurons_are_found_by_their_examples(open_page):
     first = hits(page)[0]
     click(page, "button.tw-hit", 0)
     assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
+    # In the scatter it has a ring; a click beside it takes it, too.
+    page.locator(".tw-card.tw-neuron .tw-close").click()
+    assert page.locator("figure circle[r='6']").count() == 0
+    page.get_by_label("state").select_option("that fire")
+    settle(page)
+    click(page, "button.tw-hit", 0)
+    ring = page.locator("figure circle[r='6']")
+    ring.scroll_into_view_if_needed()
+    box = ring.bounding_box()
+    page.locator(".tw-card.tw-neuron .tw-close").click()
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    page.mouse.click(box["x"] + 6, box["y"] + 6)
+    page.locator(".tw-neuron").wait_for()
+    assert ring.count() == 1
 
 
 # --- tokens to neurons

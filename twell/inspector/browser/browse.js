@@ -80,7 +80,7 @@ export class Browse {
     const overview = catalog.chunk("overview");
     const size = overview?.N ? overview.N * overview.L : 0;
     const members = state.membersOf(side)?.reduce((sum, one) => sum + one, 0);
-    const tokens = members >= 0 && state.query.over === "passage";
+    const tokens = side.T && members >= 0 && state.query.over === "passage";
     const number =
       `${integer(found.length)} of ${plural(size, "neuron")}` +
       (tokens ? ` for ${integer(members)} of ${plural(side.T, "token")}` : "");

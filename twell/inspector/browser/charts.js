@@ -91,7 +91,7 @@ export function scatter({ fires, strength, about, N }, found, choose) {
   const accent = "var(--tw-accent)";
   const name = (index) => `${Math.floor(index / N)} \u00b7 ${index % N}`;
   const chart = plot({
-    ...{ width: 460, height: 290, marginLeft: 48, marginBottom: 36, style: STYLE },
+    ...{ width: Math.min(460, innerWidth - 48), height: 290, marginLeft: 48, marginBottom: 36, style: STYLE },
     className: "tw-scatter",
     ariaLabel: "all neurons: how often and how strongly they fire",
     caption: `Shade: neurons at one place. Blue: the first ${MARKED} of the list.`,
@@ -105,11 +105,13 @@ export function scatter({ fires, strength, about, N }, found, choose) {
     ],
   });
   chart.onclick = () => chart.value >= 0 && choose(chart.value);
-  const ring = element("svg:circle", { r: 6, fill: "none", stroke: accent, "stroke-width": 2 });
+  const ring = element("svg:circle", { fill: "none", stroke: accent, "stroke-width": 2 });
   chart.querySelector("svg:last-of-type").append(ring);
   chart.mark = (index) => {
-    ring.setAttribute("cx", fires[index] ? chart.scale("x").apply(at.x(index)) : -9);
-    ring.setAttribute("cy", fires[index] ? chart.scale("y").apply(at.y(index)) : -9);
+    ring.setAttribute("r", fires[index] ? 6 : 0);
+    if (!fires[index]) return;
+    for (const axis of ["x", "y"])
+      ring.setAttribute(`c${axis}`, chart.scale(axis).apply(at[axis](index)));
   };
   return chart;
 }
