@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -167,6 +168,21 @@ def go_to(page, address):
         address,
     )
     settle(page)
+
+
+AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text(encoding="utf-8")
+
+
+def violations(page) -> list[str]:
+    """What axe-core finds wrong: the rule, and the elements."""
+    page.evaluate(AXE)
+    # The fragment of a test's page: a site gives the page its landmarks.
+    result = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
+    return [
+        f"{rule['id']}: {node['html'][:200]} ({node['failureSummary']})"
+        for rule in result["violations"]
+        for node in rule["nodes"]
+    ]
 
 
 def watch(page) -> list[str]:

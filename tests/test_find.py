@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import re
+import time
 
 import numpy as np
 import pytest
 
 import twell
-from tests.browser import IN_BROWSER, click, settle, texts, values, watch
+from tests.browser import IN_BROWSER, click, coloured, settle, texts, values, violations, watch
 from tests.factories import SEED
 from tests.factories.inspector import aggregate_of, make_trace
 from twell import inspector, results, trace
@@ -55,7 +57,7 @@ def test_neurons_are_found_by_their_examples(open_page):
         ("fires at", lambda ids, here: ids[here] == 5),
         ("text around", lambda ids, here: 5 in ids),
     ]:
-        page.get_by_label("where").select_option(mode)
+        page.get_by_label("where", exact=True).select_option(mode)
         counts = {one: sum(inside(*place) for place in places(*one)) for one in alive}
         matching = [one for one, count in counts.items() if count]
         order = sorted(matching, key=lambda one: (-counts[one], -strength[one], one))
@@ -75,12 +77,251 @@ def test_neurons_are_found_by_their_examples(open_page):
     first = hits(page)[0]
     click(page, "button.tw-hit", 0)
     assert page.locator(".tw-hit[aria-current=true]").count() == 1 and picked(page) == first
+    # In the scatter it has a ring; a click beside it takes it, too.
+    page.locator(".tw-card.tw-neuron .tw-close").click()
+    assert page.locator("figure circle[r='6']").count() == 0
+    page.get_by_label("state").select_option("that fire")
+    settle(page)
+    click(page, "button.tw-hit", 0)
+    ring = page.locator("figure circle[r='6']")
+    ring.scroll_into_view_if_needed()
+    box = ring.bounding_box()
+    page.locator(".tw-card.tw-neuron .tw-close").click()
+    page.mouse.move(box["x"] + 5, box["y"] + 5)
+    page.mouse.click(box["x"] + 6, box["y"] + 6)
+    page.locator(".tw-neuron").wait_for()
+    assert ring.count() == 1
+
+
+# --- tokens to neurons
+
+WORDS = ["The", " year", " 18", "62", ".", " It", " was", " $", "51", ",", " In", "ner"]
+# Of each selection an expression of Python's that matches its tokens in the text.
+SELECTED = {
+    "digits": r"\d",
+    "digits after digits": r"(?<=\d)(?:62|51)",
+    "capitals": r"The| In| It",
+    "punctuation": r"[.,]| \$",
+    "word start": r"(?<![a-zA-Z0-9])(?:The|ner)| (?:year|It|was|In)",
+    "inside of a word": r"(?<=[a-zA-Z0-9])(?:The|ner)",
+    "/1|wa/": "1|wa",
+    "in": r"(?i)\bin\b",
+}
+
+
+def members_of(passage, pattern):
+    """Of each token whether it has a part of a match; no match crosses a sequence."""
+    ends = np.append(passage.position[1:] == 0, True)
+    parts = [text + "\0" * int(end) for text, end in zip(passage.strings, ends, strict=True)]
+    token = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    members = np.zeros(len(parts), bool)
+    for match in re.finditer(pattern, "".join(parts)):
+        members[token[match.start() : match.end()]] = True
+    return members
+
+
+@pytest.fixture
+def spoken():
+    """A trace of words and numbers, its mask, and the number of each token's word."""
+    passage, mask = make_trace(SEED, 200, 3, 60, context=50)
+    passage.strings = [WORDS[token] for token in passage.token_ids]
+    return passage, mask
+
+
+def phi(fires, members):
+    """The correlation of two masks; 0 where one is constant."""
+    if fires.all() or members.all() or not fires.any() or not members.any():
+        return 0.0
+    return float(np.corrcoef(fires, members)[0, 1])
+
+
+def ranks(page):
+    """The rows of the ranking: layer, neuron, and the numbers behind."""
+    page.locator("button.tw-hit").first.wait_for()
+    rows = page.eval_on_selector_all(
+        "button.tw-hit", "(nodes) => nodes.map((n) => [...n.children].map((c) => c.textContent))"
+    )
+    plain = [[cell.replace("\u2212", "-").strip("%<") for cell in row] for row in rows]
+    return [(tuple(map(int, row[0].split(" \u00b7 "))), row[1:]) for row in plain]
+
+
+def check_ranks(page, passage, mask, members, later):
+    """The ranking has every neuron with a phi above 0, as slow loops compute it."""
+    expected = {}
+    for layer, neuron in np.ndindex(mask.shape[0], mask.shape[2]):
+        fires, chosen = mask[layer, later, neuron], members[later]
+        if (value := phi(fires, chosen)) > 1e-9:
+            both = (fires & chosen).sum()
+            h = passage.layer(layer).toarray()[later, neuron]
+            expected[layer, neuron] = (
+                *(value, 100 * both / fires.sum(), 100 * both / chosen.sum(), 100 * fires.mean()),
+                *(h[chosen].mean(), h[~chosen].mean()),
+            )
+    while page.locator(".tw-found .tw-more").count():
+        click(page, ".tw-found .tw-more")
+    shown = ranks(page)
+    assert {name for name, _ in shown} == expected.keys()
+    values = [float(row[0]) for _, row in shown]
+    assert values == sorted(values, reverse=True)
+    for name, row in shown[:20]:
+        np.testing.assert_allclose([*map(float, row)], expected[name], rtol=0.06, atol=0.006)
+
+
+@pytest.mark.parametrize("width", [1400, 800, 720, 390])
+def test_the_card_stands_beside_the_list_and_slides_over_it_on_a_phone(open_page, width):
+    passage, _ = make_trace(SEED, 400, 3, 60)
+    page = open_page([Side("random", passage, aggregate_of(passage))], width=width)
+    page.locator("summary").click()
+    card = page.locator(".tw-neuron")
+    for number in (1, 4, 2):
+        hit = page.locator("button.tw-hit").nth(number)
+        hit.click()
+        page.wait_for_function("() => !document.getAnimations().length")
+        place, row = card.bounding_box(), hit.bounding_box()
+        assert 0 <= place["y"] < 500 and 0 <= row["y"] < 900
+        inside = page.evaluate(
+            "([x, y]) => document.elementFromPoint(x, y).closest('.tw-neuron') !== null",
+            [place["x"] + 20, place["y"] + 20],
+        )
+        assert inside
+        if width >= 700:
+            assert row["x"] + row["width"] <= place["x"]
+            assert not page.get_by_text("\u2190 back").is_visible()
+        else:
+            page.get_by_text("\u2190 back").click()
+            card.wait_for(state="detached")
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_neurons_are_ranked_by_the_tokens_that_they_tell_apart(open_page, spoken):
+    passage, mask = spoken
+    page = open_page([Side("random", passage)], {"skip_first": True})
+    click(page, "summary")
+    page.get_by_label("where", exact=True).select_option("tell tokens apart")
+    later = passage.position > 0
+    for name, pattern in SELECTED.items():
+        members = members_of(passage, pattern)
+        if name in texts(page, "[aria-label='class of tokens'] option"):
+            page.get_by_label("class of tokens").select_option(name)
+        else:
+            page.get_by_label("pattern of tokens").fill(name)
+        if name == "in":
+            page.get_by_label("whole words").check()
+        settle(page)
+        counted = later | members
+        page.locator("[role=status]", has_text=f"for {members.sum()} of 200 tokens").wait_for()
+        check_ranks(page, passage, mask, members, counted)
+        assert page.locator(".tw-member").count() == members.sum()
+    page.get_by_label("pattern of tokens").fill("/(/")
+    page.locator("[role=status]", has_text="Invalid regular expression").wait_for()
+
+
+def test_tokens_are_selected_by_dragging_and_clicking(open_page, spoken):
+    passage, mask = spoken
+    page = open_page([Side("random", passage)])
+    tokens = page.locator(".tw-t")
+    tokens.nth(3).hover()
+    page.mouse.down()
+    tokens.nth(6).hover()
+    page.mouse.up()
+    members = np.zeros(200, bool)
+    members[3:7] = True
+    check_ranks(page, passage, mask, members, passage.position > 0)
+    tokens.nth(10).click()
+    tokens.nth(12).click(modifiers=["Shift"])
+    settle(page)
+    members[10:13] = True
+    check_ranks(page, passage, mask, members, passage.position > 0)
+    assert "selected=3%2C4%2C5%2C6%2C10%2C11%2C12" in page.evaluate("location.hash")
+
+
+def test_tokens_are_told_apart_over_the_examples(open_page, spoken):
+    passage, _ = spoken
+    counted = aggregate_of(passage)
+    counted.strings = [WORDS[token] for token in counted.token_ids]
+    page = open_page([Side("random", passage, counted)], {"skip_first": False})
+    page.goto(page.url + "#finding=yes&where=selected&selected=digits&over=examples")
+    expected = {}
+    for layer, neuron in np.ndindex(3, 60):
+        every = (*counted.top_at[layer, neuron], *counted.quantile_at[layer, neuron])
+        fires, members = [], []
+        for at, near in zip(every, counted.near[layer, neuron], strict=True):
+            if at < 0:
+                continue
+            _, _, ids, here = counted.context(at)
+            start = counted.before - here
+            fires += (near[start : start + len(ids)] != 0).tolist()
+            members += np.isin(ids, [2, 3, 8]).tolist()
+        value = phi(np.array(fires), np.array(members)) if fires else 0.0
+        if value > 1e-9:
+            expected[layer, neuron] = value
+    shown = {name: float(row[0]) for name, row in ranks(page)}
+    assert len(shown) == 50
+    best = sorted(expected, key=expected.get, reverse=True)[: len(shown)]
+    for name in best[:40]:
+        assert shown[name] == pytest.approx(expected[name], abs=6e-4)
+
+
+def test_the_preset_has_the_best_class_of_each_neuron(open_page, spoken):
+    passage, mask = spoken
+    page = open_page([Side("random", passage)])
+    page.get_by_text("Neurons that are a class").click()
+    digits = members_of(passage, r"\d")
+    (layer, neuron), (name, value, *_) = ranks(page)[0]
+    later = passage.position > 0
+    assert float(value) >= round(phi(mask[layer, later, neuron], digits[later]), 3)
+    page.get_by_label("class of tokens").select_option(name)
+    settle(page)
+    assert ranks(page)[0][0] == (layer, neuron) and ranks(page)[0][1][0] == value
+
+
+NUMBERS = (
+    "The public debt has been reduced by $1,234,567 since the last session. In 1862 the revenue was "
+    "$51,935,720, and in the year ending June 30, 1863, it was $112,697,290. The Secretary will lay "
+    "before you a statement. It is believed that the revenue will be sufficient."
+)
+
+
+def test_three_questions_of_a_researcher(live):
+    """Which neurons fire on numbers? Is there one for sentence starts? What without the first?"""
+    widget = twell.inspect(SHIPPED, NUMBERS)
+    page = live(widget)
+    began = time.monotonic()
+    page.get_by_text("Neurons that are a class", exact=True).click()
+    page.get_by_label("class of tokens").select_option("digits")
+    page.get_by_label("over", exact=True).select_option("over the examples")
+    page.locator("[role=status]", has_text="neurons").wait_for()
+    (name, measures), *_ = ranks(page)
+    assert name == (1, 587) and float(measures[0]) > 0.85
+    page.locator("button.tw-hit").first.click()
+    page.locator(".tw-label", has_text="digits, phi 0.9").wait_for()
+    numbers = {n for n, text in enumerate(widget.trace.strings) if re.search(r"\d", text)}
+    assert numbers <= coloured(page).keys() and len(coloured(page)) <= len(numbers) + 2
+
+    page.get_by_label("class of tokens").select_option("sentence start")
+    settle(page)
+    name, measures = ranks(page)[0]
+    assert name[0] == 0 and float(measures[0]) > 0.6
+
+    page.get_by_label("class of tokens").select_option("digits after digits")
+    for name in ("1 \u00b7 587", "1 \u00b7 19"):
+        page.get_by_label(f"choose {name}", exact=True).check()
+    page.get_by_role("button", name="silence 2 neurons together").click()
+    strip = page.locator(".tw-strip-of-changes", has_text="at the selected tokens")
+    strip.wait_for()
+    assert float(re.findall(r"\(\+([\d.]+)\)", strip.text_content())[1]) > 0.05
+    assert time.monotonic() - began < 60
+
+    # Labels are found by their words.
+    page.get_by_label("where", exact=True).select_option("label or note")
+    page.get_by_label("words to find").fill("digits, phi 0.9")
+    page.locator("button.tw-hit", has_text="1 \u00b7 587").wait_for()
 
 
 def find_note(page, words):
     page.locator("summary").click()
     page.get_by_label("state").select_option("all")
-    page.get_by_label("where").select_option("note")
+    page.get_by_label("where", exact=True).select_option("label or note")
     page.get_by_label("words to find").fill(words)
     page.locator("[role=status]", has_text="1 of 192 neurons").wait_for()
 
@@ -93,6 +334,7 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     side = Side("tiny", passage, counted, model, tokenizer, notes_file=tmp_path / "notes.txt")
     page = open_page([side], {"layer": 1, "neuron": 7}, wait=".tw-word")
     assert texts(page, ".tw-noted") == ["ends of words"]
+    assert not texts(page, ".tw-label")  # the note stands in its place
     find_note(page, "Words")
     assert hits(page) == [(1, 7)]
     # Neighbours in later and earlier layers lead on.
@@ -103,7 +345,7 @@ def test_notes_are_in_pages_and_words_are_found(open_page, tiny_run, tmp_path):
     page.locator(".tw-noted").wait_for()
     # By a word that it promotes.
     words = texts(page, ".tw-both-words .tw-pill")
-    page.get_by_label("where").select_option("promotes")
+    page.get_by_label("where", exact=True).select_option("promotes")
     word = next(word for word in words if word.strip() and word.isprintable())
     page.get_by_label("words to find").fill(word)
     page.locator("button.tw-hit", has_text="1 \u00b7 7").first.wait_for()
@@ -170,7 +412,7 @@ def test_an_atlas_has_the_numbers_of_the_aggregate(open_atlas, tiny_run, tmp_pat
     expected = 100 * often / counted.num_tokens, sums[layer, neuron] / often, largest[layer, neuron]
     np.testing.assert_allclose(values(page, ".tw-neuron .tw-fact b"), expected, rtol=0.06)
     page = open_atlas(tmp_path / "atlas", "#layer=1&neuron=3", wait=".tw-noted")
-    assert texts(page, ".tw-noted") == ["ends of words"]
+    assert texts(page, ".tw-noted") == ["ends of words"] and violations(page) == []
     lines = gzip.decompress((tmp_path / "atlas" / "neurons.jsonl.gz").read_bytes()).splitlines()
     neurons = [json.loads(line) for line in lines]
     assert [one["fires"] for one in neurons] == fires.reshape(-1).tolist()

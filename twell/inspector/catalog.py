@@ -1,6 +1,7 @@
 """All neurons of a model as chunks of bytes, from which a browser makes cards and searches.
 
-    overview   fires, mean and largest h of each neuron, and the tokens at which it fires most
+    overview   fires, mean and largest h of each neuron, the tokens at which it fires most, and how
+               often each token occurs
     text       the text around all examples, and where in it they are
     layer-N    of each neuron of a layer: the histogram of h, the examples' values, and the neurons
                that fire with it
@@ -81,6 +82,7 @@ class Catalog:
             "run": aggregate.meta.get("run"),
         }
         return header, {
+            "occurrences": aggregate.occurrences.astype(np.uint32),
             "fires": fires.astype(np.uint32),
             "peaks": _peaks(aggregate),
             "mean": leading(sums / often, 3),

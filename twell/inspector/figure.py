@@ -36,7 +36,6 @@ PALETTES = {
 PAGE = 6.8  # width of a page of a paper, inches
 LINE = 0.17  # height of a line of text, inches
 FIXED_WIDTH = ["DejaVu Sans Mono", "DejaVu Sans"]  # the second has scripts that the first lacks
-RED = sns.color_palette("colorblind", 10)[3]  # an overflow
 # 8 pt, thin lines, fonts embedded as text.
 _STYLE = {
     **{"font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8.5},
@@ -119,7 +118,6 @@ def inspector_colours(diverging: bool = False) -> LinearSegmentedColormap:
 def fig_inspector(
     passage: pd.DataFrame,
     counts: pd.DataFrame,
-    over: pd.DataFrame,
     label: str,
     ends: tuple[float, float],
     columns: int = 96,
@@ -127,8 +125,7 @@ def fig_inspector(
     """Draw a view of the inspector: a passage coloured by a value, and active neurons by layer.
 
     passage: token, value (NaN: left out); counts: active neurons, a row a layer and a column a
-    token; over: which of these cells have a tile that overflows, marked red; label: of the values;
-    ends of their scale, which is signed where the lower is below 0, and logarithmic where it is
+    token; label: of the values; ends of their scale, which is signed where the lower is below 0, and logarithmic where it is
     above. columns: characters a line. From `inspector.drawn`.
     """
     style()
@@ -153,9 +150,6 @@ def fig_inspector(
     active = counts.replace(0, 0.5)
     sns.heatmap(active, ax=heat, cmap=colours, norm=norm, cbar_kws=scale, **few)
     plain(heat.collections[0].colorbar.ax.yaxis)
-    for row, column in np.argwhere(over.to_numpy()):
-        heat.add_patch(Rectangle((column, row), 1, 0.2, facecolor=RED, linewidth=0))
-    marked = " (red: a tile of TwELL overflows)" if over.to_numpy().any() else ""
-    heat.set(xlabel=f"token{marked}", ylabel="layer")
+    heat.set(xlabel="token", ylabel="layer")
     heat.tick_params(rotation=0)
     return figure

@@ -15,9 +15,9 @@ import numpy as np
 from twell import trace
 from twell.inspector.compare import compared
 from twell.inspector.figure import PALETTES
-from twell.inspector.shown import fullest_tile, presets
+from twell.inspector.shown import presets
 from twell.inspector.side import Side
-from twell.trace import COMPRESSIONS, TILE_N, Trace
+from twell.trace import Trace
 
 MAX_ENTRIES = 800_000  # active neurons of all tokens: 2,048 tokens x 12 layers x 30 are 737,280
 PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, others to 24
@@ -70,7 +70,7 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
         for number, side in enumerate(shown)
         for name, array in _arrays(side, strongest, precise).items()
     }
-    about, alike = compared(shown)
+    about = compared(shown)
     if not precise:
         about["reasons"].append("Values are rounded to bf16, within 0.4%.")
     if strongest is not None:
@@ -78,13 +78,9 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
             f"Of each token and layer the {strongest} strongest neurons are kept here; counts, "
             "shares and marks are of all."
         )
-    for name, values in alike.items():
-        arrays[name] = leading(values, 2)
     header = {
         "sides": [_about(side, strongest) for side in shown],
         **about,
-        "compressions": [0, *COMPRESSIONS],
-        "tile": TILE_N,
         "palettes": PALETTES,
     }
     return block(header, arrays, level)
@@ -126,7 +122,6 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         "position": passage.position.astype(np.uint32),
         "logprob": passage.logprob.astype(np.float32),
         "counts": least(counts),
-        "tile_max": fullest_tile(passage).reshape(-1).astype(np.uint16),
         "total": leading(total, 2),
         "gap": least(gap),
         "value": leading(passage.values[kept], 3 if precise else 2),

@@ -12,7 +12,6 @@ import dataclasses
 import gzip
 import html
 import json
-import re
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,29 +29,11 @@ PAGE_BYTES = 5_000_000  # the most that a page may have
 FOLDER = Path(__file__).with_name("browser")
 END_OF_DATA = "<!-- end of data -->"
 STYLES = ("view.css", "passage.css", "cards.css")
-_IMPORT = re.compile(r'^import \{[^}]*\} from "\./([\w.]+)";\n', re.M)
 
 
 def script(entry: str = "page.js") -> str:
-    """Return an ES module and the modules that it imports as one, which imports nothing.
-
-    Each module stands below those that it imports. Names are shared: a browser refuses a name that
-    two modules declare.
-    """
-    seen, bodies = set(), []
-
-    def add(module: str) -> None:
-        if module in seen:
-            return
-        seen.add(module)
-        text = (FOLDER / module).read_text(encoding="utf-8")
-        for other in _IMPORT.findall(text):
-            add(other)
-        body = re.sub(r"^export (?!default )", "", _IMPORT.sub("", text), flags=re.M)
-        bodies.append(body.strip())
-
-    add(entry)
-    return "\n\n".join(bodies)
+    """Return an ES module with all that it imports, as `npm run build` in browser/ bundled it."""
+    return (FOLDER / f"bundle-{entry}").read_text(encoding="utf-8")
 
 
 def style() -> str:
@@ -108,7 +89,7 @@ def document(title: str, view: dict, data: dict[str, bytes], atlas: bool = False
         title=html.escape(title),
         css=style(),
         js=script(),
-        call=f'openPage(document.getElementById("twell"), {begin}, {json.dumps(atlas)});',
+        call=f'twellOpen(document.getElementById("twell"), {begin}, {json.dumps(atlas)});',
         data="".join(_data(key, part) for key, part in data.items()) + END_OF_DATA,
     )
 

@@ -9,7 +9,6 @@ import pandas as pd
 
 from twell.inspector.figure import visible
 from twell.inspector.side import Side
-from twell.trace import TILE_N, Trace, specific
 
 # The state of a view with its defaults. The widget has a trait for each: the number of the selected
 # side, token of the passage, layer and neuron, and the colours.
@@ -19,15 +18,11 @@ VIEW = {
     "layer": None,
     "neuron": None,
     "colour": "count",
-    "scale": "all",
-    "limit": None,
     "layers": None,
     "skip_first": True,
-    "compression": 8,
     "difference": False,
 }
 COLOURS = ("count", "neuron", "surprise")
-SCALES = ("all", "layer", "neuron")
 
 
 def presets(side: Side) -> list[dict]:
@@ -41,7 +36,7 @@ def presets(side: Side) -> list[dict]:
     def add(name: str, note: str, **view) -> None:
         if "neuron" in view:
             note = f"layer {view['layer']}, {view['neuron']}: {note}"
-            view |= {"colour": "neuron", "scale": "neuron"}
+            view |= {"colour": "neuron"}
         places.append({"name": name, "note": note, "view": view})
 
     def quoted(token: int) -> str:
@@ -63,12 +58,6 @@ def presets(side: Side) -> list[dict]:
         note = f"{passage.values[entry]:+.3g} at {quoted(token)}"
         neuron = int(passage.indices[entry])
         add("Strongest neuron", note, token=token, layer=layer, neuron=neuron)
-    for one in specific(passage, min_fires=3, min_count=3).head(1).itertuples():
-        note = f"{one.both} of {one.fires} times at {visible(one.token)}"
-        add("Most specific neuron", note, layer=one.layer, neuron=one.neuron)
-    mean = counts.mean(axis=1)
-    busy = int(mean.argmax())
-    add("Busiest layer", f"layer {busy}: {mean[busy]:.3g} active", layers=[busy, busy])
     return places
 
 
@@ -114,16 +103,6 @@ def entries(shown: Sequence[Side], view: dict) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def fullest_tile(passage: Trace) -> np.ndarray:
-    """Return the active neurons of each token in the tile that holds the most of them, [L, T]."""
-    num_tiles, counts = -(-passage.intermediate_size // TILE_N), np.diff(passage.indptr)
-    row = np.repeat(np.arange(len(counts)), counts)
-    tile = row * num_tiles + passage.indices.astype(np.int64) // TILE_N
-    in_tile = np.bincount(tile, minlength=len(counts) * num_tiles)
-    shape = (passage.num_layers, passage.num_tokens, num_tiles)
-    return in_tile.reshape(shape).max(axis=-1, initial=0)
-
-
 def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     """Return the arguments of `fig_inspector` for a view, of at most so many tokens.
 
@@ -139,9 +118,6 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     counts[:, left_out] = np.nan
     values, label, ends = _coloured(passage, view, counts)
     values[left_out] = np.nan
-    compression = view["compression"]
-    capacity = TILE_N // compression - 1 if compression else np.inf
-    over = (fullest_tile(passage)[layers] > capacity) & ~left_out
     middle = view["token"] or 0
     start = max(0, min(middle - tokens // 2, passage.num_tokens - tokens))
     cut = slice(start, start + tokens)
@@ -149,7 +125,6 @@ def drawn(shown: Sequence[Side], view: dict, tokens: int = 256) -> dict:
     return {
         "passage": pd.DataFrame({"token": passage.strings, "value": values})[cut],
         "counts": pd.DataFrame(counts, **names).iloc[:, cut],
-        "over": pd.DataFrame(over, **names).iloc[:, cut],
         "label": label,
         "ends": ends,
     }
@@ -160,21 +135,19 @@ def _coloured(passage, view, counts) -> tuple[np.ndarray, str, tuple[float, floa
 
     counts: of the shown layers, NaN for the tokens that are left out.
     """
-    layer, neuron, limit = view["layer"], view["neuron"], view["limit"]
+    layer, neuron = view["layer"], view["neuron"]
     if view["colour"] == "neuron" and None not in (layer, neuron):
         column = passage.layer(layer)[:, [neuron]]
-        sharing = {"neuron": column.data, "layer": passage.layer(layer).data}
-        largest = np.abs(sharing.get(view["scale"], passage.values)).max(initial=0)
-        top = limit or float(largest) or 1.0
+        top = float(np.abs(column.data).max(initial=0)) or 1.0
         values = column.toarray()[:, 0].astype(np.float64)
         return values, f"h of layer {layer}, neuron {neuron}", (-top, top)
     if view["colour"] == "surprise":
         values = -passage.logprob.astype(np.float64)
-        top = limit or float(np.nanmax(values, initial=1))
+        top = float(np.nanmax(values, initial=1))
         return values, "surprise, $-$log p in nats", (0.0, top)
     values = counts.mean(axis=0)
     known = values[values > 0]  # NaN is not
-    top = limit or float(known.max(initial=1))
+    top = float(known.max(initial=1))
     low = min(float(known.min(initial=1e9)), top / 2)
     first, last = view["layers"] or (0, passage.num_layers - 1)
     which = f"layer {first}" if first == last else f"mean over layers {first} to {last}"

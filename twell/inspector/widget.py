@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 try:
     import anywidget
     import traitlets
-    from traitlets import Bool, Enum, Float, Int, Unicode
+    from traitlets import Bool, Enum, Int, Unicode
 except ModuleNotFoundError as error:
     package = error.name.partition(".")[0]
     raise ModuleNotFoundError(
@@ -23,9 +23,9 @@ from twell.inspector.catalog import Catalog
 from twell.inspector.figure import fig_inspector
 from twell.inspector.packing import pack
 from twell.inspector.pages import page, script, style
-from twell.inspector.shown import COLOURS, SCALES, VIEW, drawn, entries, presets
+from twell.inspector.shown import COLOURS, VIEW, drawn, entries, presets
 from twell.inspector.side import Side, Source, changing, sides
-from twell.trace import COMPRESSIONS, Aggregate, Trace
+from twell.trace import Aggregate, Trace
 
 
 class Inspector(anywidget.AnyWidget):
@@ -33,13 +33,13 @@ class Inspector(anywidget.AnyWidget):
 
     The selection can be read and set: `side` (0, or 1 where two are compared), `token` (its number
     in the passage), `layer` and `neuron`, each None for none. So can the colours: `colour`
-    ("count", "neuron", "surprise"), its `scale` ("all", "layer", "neuron"), and its `limit`;
-    `layers` (first, last), None for all; `skip_first` leaves out the first token of each sequence;
-    `compression` at which overflow of TwELL's tiles is marked, or 0; `difference` of the second
-    side to the first. `texts` has the typed texts, one or one for each side; setting it runs the
-    model. `changes` has the changed neurons, each a dict of layer, neuron, and scale (0 silences)
-    or value, as of `twell.intervene`; setting it runs the model again, as the second side. A value
-    that does not exist raises a traitlets.TraitError that says what does.
+    ("count", "neuron", "surprise"); `layers` (first, last), None for all; `skip_first` leaves out
+    the first token of each sequence; `compression` at which overflow of TwELL's tiles is marked, or
+    0; `difference` of the second side to the first. `texts` has the typed texts, one or one for
+    each side; setting it runs the model. `changes` has the changed neurons, each a dict of layer,
+    neuron, and scale (0 silences) or value, as of `twell.intervene`; setting it runs the model
+    again, as the second side. A value that does not exist raises a traitlets.TraitError that says
+    what does.
     """
 
     _esm = script("widget.js")
@@ -51,11 +51,8 @@ class Inspector(anywidget.AnyWidget):
     layer = Int(None, allow_none=True).tag(sync=True)
     neuron = Int(None, allow_none=True).tag(sync=True)
     colour = Enum(COLOURS, "count").tag(sync=True)
-    scale = Enum(SCALES, "all").tag(sync=True)
-    limit = Float(None, min=1e-30, allow_none=True).tag(sync=True)
     layers = traitlets.List(Int(), None, minlen=2, maxlen=2, allow_none=True).tag(sync=True)
     skip_first = Bool(True).tag(sync=True)
-    compression = Enum((0, *COMPRESSIONS), 8).tag(sync=True)
     difference = Bool(False).tag(sync=True)
     texts = traitlets.List(Unicode()).tag(sync=True)
     changes = traitlets.List(traitlets.Dict()).tag(sync=True)
@@ -154,7 +151,11 @@ class Inspector(anywidget.AnyWidget):
             sides = self._unchanged()
             if change["name"] == "texts":
                 sides = self._run_texts(sides)
-            sides += [sides[0].changed(self.changes)] if self.changes else []
+            if self.changes:
+                sides += [sides[0].changed(self.changes)]
+            if change["name"] == "changes":  # what they do to the predictions is shown
+                self.difference = len(sides) > 1
+                self.colour = "surprise" if self.difference else self.colour
             if self.side >= len(sides):
                 self.side = 0
             if self.token is not None and self.token >= sides[self.side].trace.num_tokens:
@@ -178,7 +179,7 @@ class Inspector(anywidget.AnyWidget):
         known = self.presets
         if name not in known:
             raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(known)}")
-        begin = ("side", "token", "layer", "neuron", "colour", "scale", "layers")
+        begin = ("side", "token", "layer", "neuron", "colour", "layers")
         for trait, value in ({trait: VIEW[trait] for trait in begin} | known[name]).items():
             setattr(self, trait, value)
 
@@ -238,5 +239,5 @@ def inspect(
         raise TypeError(f"inspect has no argument {unknown[0]!r}; a view has {', '.join(VIEW)}")
     shown = sides(what, text, compare=compare, aggregate=aggregate, model=model, start=start)
     if view.get("neuron") is not None:
-        view = {"colour": "neuron", "scale": "neuron"} | view
+        view = {"colour": "neuron"} | view
     return Inspector(shown, list(text) if isinstance(text, tuple | list) else [text or ""], view)

@@ -1,21 +1,15 @@
 // The controls above the passage, one or more for each trait of the view.
 
-import { range } from "./data.js";
-import { button, element, help, labelled, numberBox, select } from "./elements.js";
+import { element, help, labelled, select } from "./elements.js";
+import { range } from "./words.js";
 
 const COLOURS = [["count", "active neurons"], ["neuron", "one neuron"], ["surprise", "surprise"]];
-const SCALES = [
-  ["all", "the same for all"],
-  ["layer", "each layer its own"],
-  ["neuron", "each neuron its own"],
-];
 const ABOUT_FIRST =
   "The first token of a sequence is by far the most active, so colours and scales leave it out.";
-const MARK = "mark overflow of tiles at this compression";
 
 export function bar(state) {
-  const pick = (trait, label, pairs, chosen = state.get(trait), attributes = {}) =>
-    select(label, pairs, chosen, (value) => state.put({ [trait]: value }), attributes);
+  const pick = (trait, label, pairs, chosen = state.get(trait)) =>
+    select(label, pairs, chosen, (value) => state.put({ [trait]: value }));
   const box = (trait, name) => {
     const onchange = ({ target }) => state.put({ [trait]: target.checked });
     const about = { type: "checkbox", checked: state.get(trait), "aria-label": name };
@@ -28,32 +22,14 @@ export function bar(state) {
   const colouring = pick("colour", "colour", COLOURS, colour);
   if (lacking)
     Object.assign(colouring.options[1], { disabled: true, title: "click a neuron first" });
-  const scales = SCALES.filter(([name]) => name !== "neuron" || colour === "neuron");
-  const off = { disabled: colour === "surprise" };
-  const { compressions, tile } = state.header;
-  const marks = compressions.map((c) => [c, c ? `C = ${c}` : "off"]);
-  const aboutMarks =
-    `TwELL at compression C has room for ${tile} / C \u2212 1 active neurons in a tile of ` +
-    `${tile}; red marks show where a token has more.`;
   return element(
     "div.tw-bar",
-    { role: "toolbar", "aria-label": "what is shown" },
+    { role: "group", "aria-label": "what is shown" },
     labelled("Colour", colouring),
-    labelled("Scale", pick("scale", "colour scale", scales, state.get("scale"), off)),
-    state.scaling(colour) === "all" && limit(state),
     layers(state),
-    labelled("Overflow", pick("compression", MARK, marks), help(aboutMarks)),
     element("span.tw-group", box("skip_first", "without first tokens"), help(ABOUT_FIRST)),
     state.header.aligned && box("difference", "right: difference to left"),
-    element("span.tw-group.tw-end", presets(state), state.model.query && copier()),
   );
-}
-
-function limit(state) {
-  const choose = (value) => state.put({ limit: value > 0 ? value : null });
-  const attributes = { min: "0", placeholder: "auto" };
-  const label = "end of the colour scale";
-  return labelled("up to", numberBox(label, state.get("limit"), choose, attributes));
 }
 
 function layers(state) {
@@ -66,22 +42,4 @@ function layers(state) {
   const to = (layer) => put(Math.min(layer, shown[0]), layer);
   const pick = (label, at, choose) => select(label, numbers, shown[at], choose);
   return labelled("Layers", pick("first layer", 0, from), "to", pick("last layer", 1, to));
-}
-
-function presets(state) {
-  const names = state.sides[0].about.starts_with.map((preset) => [preset, preset.name]);
-  const go = (preset, box) => {
-    box.selectedIndex = 0; // so that it can be chosen again
-    state.goTo(preset.view);
-  };
-  return select("go to", [[null, "Go to \u2026"], ...names], null, go);
-}
-
-// A page has an address, which says what it shows; a widget has none.
-function copier() {
-  const copy = async ({ currentTarget }) => {
-    await navigator.clipboard.writeText(location.href);
-    currentTarget.textContent = "copied";
-  };
-  return button(".tw-copy", copy, { title: "a link to what is shown now" }, "copy link");
 }

@@ -1,12 +1,19 @@
 // Finding neurons: a search, a scatter, and the list of what was found.
 
-import { range } from "./data.js";
-import { button, element, labelled, pill, renew, select, table } from "./elements.js";
-import { scatter } from "./scatter.js";
-import { QUERY, search, SORTS, STATES, WHERE } from "./search.js";
-import { integer, number, percent, plural } from "./words.js";
+import { scatter } from "./charts.js";
+import { BEST, isList, SELECTIONS } from "./classes.js";
+import { canChange } from "./compare.js";
+import { button, element, help, labelled, pill, renew, select, table } from "./elements.js";
+import { OVER, QUERY, search, SORTS, STATES, WHERE } from "./search.js";
+import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const ROWS = 50; // of the list, and so many more when asked for
+const RANKING = { finding: true, where: "selected", over: "passage", sort: "match" };
+const ABOUT_RANKS =
+  "Phi: the correlation of firing with being a selected token. Precision: the share of its " +
+  "firings at selected tokens. Recall: the share of these at which it fires. Fires: its share of " +
+  "all tokens. H: its mean at selected tokens and at the others, 0 where it is silent. Over the " +
+  "examples: over the tokens around each neuron\u2019s examples, where it fires more often.";
 const MORE = `show ${ROWS} more`;
 
 export class Browse {
@@ -14,107 +21,197 @@ export class Browse {
     Object.assign(this, { view, state: view.state });
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
-    this.plot = element("div.tw-scatter");
+    this.about = element("span", help(ABOUT_RANKS));
+    this.plot = element("div");
     this.list = element("div.tw-found.tw-scrolled");
-    const toggled = () => {
-      if (this.node.open !== this.state.query.finding) this.ask({ finding: this.node.open });
+    this.chosen = new Set(); // neurons that are silenced together, by index
+    const toggle = (event) => {
+      event.preventDefault(); // the state opens it
+      this.ask({ finding: !this.state.query.finding });
     };
     this.node = element(
       "details.tw-browse",
-      { open: this.state.query.finding, ontoggle: toggled },
-      element("summary", "Find neurons"),
+      element("summary", { onclick: toggle }, element("h2", "Find neurons")),
       this.bar,
-      this.count,
-      element("div.tw-results", this.plot, this.list),
+      ...[this.count, this.about],
+      this.list,
+      this.plot,
     );
   }
 
   ask(changes) {
-    this.state.ask(changes);
-    this.view.schedule();
+    this.state.put(changes);
+  }
+
+  // Rank neurons by how well they tell these tokens of the passage from the others.
+  selectTokens({ number }, tokens) {
+    this.state.put({ side: number });
+    this.ask({ ...RANKING, selected: [...new Set(tokens)].join() });
+  }
+
+  // The preset "Neurons that are a class".
+  rankClasses() {
+    this.ask({ ...RANKING, selected: BEST });
+  }
+
+  addTokens(side, tokens) {
+    const { selected } = this.state.query;
+    this.selectTokens(side, isList(selected) ? [...selected.split(","), ...tokens] : tokens);
   }
 
   choose(index) {
     const { side } = this.state.selected();
     this.state.chooseNeuron(side, Math.floor(index / side.N), index % side.N);
-    this.opened = true;
   }
 
   show() {
     const { state, view } = this;
     const { side, layer, neuron } = state.selected();
     const catalog = side?.catalog;
-    this.node.hidden = !catalog;
+    this.node.open = state.query.finding;
     if (!catalog || !this.node.open) return;
     const query = Object.keys(QUERY).map((part) => state.query[part]);
-    const asked = JSON.stringify([...query, side.number, view.built]);
+    const skip = state.get("skip_first");
+    const asked = JSON.stringify([...query, side.number, skip, view.built]);
     if (this.asked !== asked || this.answer.waiting)
-      Object.assign(this, { asked, rows: ROWS, answer: search(catalog, state.query) });
+      Object.assign(this, { asked, rows: ROWS, answer: search(catalog, state.query, side, skip) });
     renew(this.bar, [["bar", `${query} ${side.L}`, () => this.controls(side)]]);
     const { found, waiting, error } = this.answer;
     const overview = catalog.chunk("overview");
     const size = overview?.N ? overview.N * overview.L : 0;
-    const number = `${integer(found.length)} of ${plural(size, "neuron")}`;
+    const members = state.membersOf(side)?.reduce((sum, one) => sum + one, 0);
+    const tokens = side.T && members >= 0 && state.query.over === "passage";
+    const number =
+      `${integer(found.length)} of ${plural(size, "neuron")}` +
+      (tokens ? ` for ${integer(members)} of ${plural(side.T, "token")}` : "");
     this.count.textContent = error ?? (waiting ? "loading \u2026" : number);
+    this.about.hidden = !this.answer.tallyOf;
     const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
-    const shown = `${asked} ${this.rows} ${found.length} ${selected}`;
-    const choose = (index) => this.choose(index);
-    const drawn = overview?.fires; // without an aggregate there are no points
-    renew(this.plot, drawn ? scatter(overview, asked, found, selected, choose) : []);
+    const together = [...this.chosen, canChange(state)];
+    const shown = `${asked} ${this.rows} ${found.length} ${selected} ${together}`;
+    const chart = () => scatter(overview, found, (index) => this.choose(index));
+    renew(this.plot, overview?.fires ? [["chart", asked, chart]] : []);
+    this.plot.firstChild?.mark(selected);
     const add = () => {
       this.rows += ROWS;
       view.schedule();
     };
-    const more = found.length > this.rows;
     renew(this.list, [
+      ...(this.chosen.size ? [["chosen", together.join(), () => this.silencing()]] : []),
       ...(found.length ? [["table", shown, () => this.table(overview, selected)]] : []),
-      ...(more ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
+      ...(found.length > this.rows ? [["more", "", () => button(".tw-link.tw-more", add, MORE)]] : []),
     ]);
-    const card = this.opened && view.root.querySelector(".tw-neuron");
-    if (card) card.scrollIntoView({ block: "nearest" });
-    this.opened = false;
   }
 
-  controls({ L }) {
+  controls(side) {
     const { query } = this.state;
-    const among = (part, names, label = part) =>
-      select(label, Object.entries(names), query[part], (value) => this.ask({ [part]: value }));
-    const layers = range(0, L - 1).map((layer) => [layer, `layer ${layer}`]);
+    const among = (part, names) =>
+      select(part, Object.entries(names), query[part], (value) => this.ask({ [part]: value }));
+    const layers = range(0, side.L - 1).map((layer) => [layer, `layer ${layer}`]);
     const inside = (within) => this.ask({ within });
-    const typed = { type: "search", placeholder: "a word, or some", "aria-label": "words to find" };
-    const oninput = ({ target }) => this.ask({ words: target.value });
+    const ranking = query.where === "selected";
     return element(
       "div.tw-bar.tw-finding",
       { role: "search" },
       among("where", WHERE),
-      element("input.tw-query", { ...typed, value: query.words, oninput }),
+      ranking ? this.selecting() : this.box("words", "words to find", query.words, "a word"),
+      ranking && side.T > 0 && side.about.aggregate !== null && among("over", OVER),
       select("layer", [[null, "all layers"], ...layers], query.within, inside),
-      among("state", STATES),
+      !ranking && among("state", STATES),
       labelled("sorted by", among("sort", SORTS)),
     );
   }
 
-  table(overview, selected) {
-    const { found, score } = this.answer;
-    const { where } = this.state.query;
-    const known = overview.fires;
-    const match = score && where !== "note";
-    const matched = (size) =>
-      ["fires", "around"].includes(where) ? `${size} of ${overview.places}` : number(size);
-    const cells = (index) => [
-      element("b", `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`),
-      known && element("span", percent(known[index] / overview.about.tokens)),
-      known && element("span", number(overview.strength[index])),
-      known && element("span.tw-chips", overview.peaksOf(index).map((text) => pill(text))),
-      match && element("span", matched(score[index])),
-    ];
-    const row = (index) => {
-      const about = { "aria-current": index === selected && "true" };
-      return button(".tw-item.tw-hit", () => this.choose(index), about, cells(index));
+  box(part, label, value, placeholder) {
+    const oninput = ({ target }) => this.ask({ [part]: target.value || QUERY[part] });
+    const about = { type: "search", placeholder, "aria-label": label, value, oninput };
+    return element("input.tw-query", about);
+  }
+
+  // Which tokens: a class, a pattern, or those selected in the passage.
+  selecting() {
+    const { query } = this.state;
+    const { selected } = query;
+    const ready = SELECTIONS.includes(selected);
+    const pairs = SELECTIONS.map((name) => [name, name]);
+    if (!ready) pairs.push([selected, isList(selected) ? "selected one by one" : "a pattern"]);
+    const check = (part, label) => {
+      const onchange = ({ target }) => this.ask({ [part]: target.checked });
+      const about = { type: "checkbox", checked: query[part], onchange };
+      return labelled(label, element("input", about));
     };
-    const names = ["neuron", ...(known ? ["fires", "mean |h|", "fires most at"] : [])];
-    if (match) names.push("match");
-    const columns = known ? "66px 48px 54px minmax(0, 1fr) 64px" : "66px 64px";
-    return table(columns, names, found.slice(0, this.rows).map(row));
+    return [
+      select("class of tokens", pairs, selected, (name) => this.ask({ selected: name })),
+      this.box("selected", "pattern of tokens", ready ? "" : selected, "a word, or /\\d+/"),
+      check("whole", "whole words"),
+      check("cases", "case"),
+    ];
+  }
+
+  // The neurons that were chosen in the list, for a model that can run without them.
+  silencing() {
+    const chosen = [...this.chosen];
+    const silence = () => {
+      const { N } = this.state.selected().side;
+      const changes = chosen.map((index) => ({
+        ...{ layer: Math.floor(index / N), neuron: index % N, scale: 0 },
+      }));
+      this.chosen.clear();
+      this.state.put({ changes });
+    };
+    return button(".tw-copy", silence, `silence ${plural(chosen.length, "neuron")} together`);
+  }
+
+  table(overview, selected) {
+    const live = canChange(this.state);
+    const columns = this.columns(overview);
+    const row = (index) => {
+      const name = `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`;
+      const about = { "aria-current": index === selected && "true" };
+      const cells = columns.map(([, , cell]) => element("span", cell(index)));
+      const choose = () => this.choose(index);
+      const hit = button(".tw-item.tw-hit", choose, about, element("b", name), cells);
+      if (!live) return hit;
+      const onchange = ({ target }) => {
+        this.chosen[target.checked ? "add" : "delete"](index);
+        this.view.schedule();
+      };
+      const box = { type: "checkbox", "aria-label": `choose ${name}`, onchange };
+      const checked = this.chosen.has(index);
+      return element("div.tw-item", element("input", { ...box, checked }), hit);
+    };
+    const rows = this.answer.found.slice(0, this.rows).map(row);
+    const names = [...(live ? [""] : []), "neuron", ...columns.map(([name]) => name)];
+    const widths = columns.map(([, width]) => width).join(" ");
+    return table(`${live ? "16px " : ""}62px ${widths}`, names, rows);
+  }
+
+  // Of each column behind the neuron its name, its width, and what is in the cell of one.
+  columns(overview) {
+    const { about, fires, strength, places } = overview;
+    const { score, tallyOf, classOf, label } = this.answer;
+    if (tallyOf) {
+      const measure = (name, written) => [
+        ...[name, "minmax(0, 1fr)"],
+        (index) => written(tallyOf(index).measures(index)[name]),
+      ];
+      return [
+        ...(classOf ? [["class", "minmax(90px, 2fr)", classOf]] : []),
+        measure("phi", (phi) => phi.toFixed(3)),
+        ...["precision", "recall", "fires"].map((name) => measure(name, percent)),
+        ...["h inside", "outside"].map((name) => measure(name, (h) => signed(h.toFixed(2), 2))),
+      ];
+    }
+    const ofPlaces = ["fires", "around"].includes(this.state.query.where);
+    const matched = (index) => (ofPlaces ? `${score[index]} of ${places}` : number(score[index]));
+    const peaks = (index) => overview.peaksOf(index).map((peak) => pill(peak));
+    const known = [
+      ["fires", "48px", (index) => percent(fires[index] / about.tokens)],
+      ["mean |h|", "54px", (index) => number(strength[index])],
+      ["fires most at", "minmax(0, 1fr)", (index) => element("span.tw-chips", peaks(index))],
+    ];
+    const match = score && !label ? [["match", "64px", matched]] : [];
+    const labels = label ? [["label", "minmax(0, 2fr)", label]] : [];
+    return [...(fires ? known : []), ...match, ...labels];
   }
 }

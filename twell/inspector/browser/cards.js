@@ -3,16 +3,16 @@
 
 import { ABOUT_H } from "./colours.js";
 import { changedCard } from "./compare.js";
-import { range } from "./data.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
 import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
 import { NeuronCard } from "./neuron_card.js";
-import { integer, number, percent, plural, signed } from "./words.js";
+import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const CHIPS = 3; // neurons of a closed layer
 const ENTRIES = 500; // neurons of an opened one
 const HOW =
-  "Hover a token to peek, click to pin it. Then click a neuron to see where it fires.";
+  "Hover a token to peek, click to pin it. Then click a neuron to see where it fires. Drag over " +
+  "tokens to find neurons that tell them apart. Keys: arrows, Enter (strongest neuron), Esc.";
 const ABOUT_NEXT =
   "The ten likeliest next tokens with their probabilities; the framed one is what follows in the " +
   "text.";
@@ -23,7 +23,6 @@ export class Cards {
     this.state = view.state;
     this.neuron = new NeuronCard(this);
     this.box = element("div.tw-cards");
-    this.spoken = element("span.tw-end", { role: "status" }); // is read aloud
   }
 
   // A card is built again when what it shows has changed; a chosen neuron is only marked.
@@ -34,14 +33,19 @@ export class Cards {
     const parts = side.T ? this.passageCards(side, token, layer) : [];
     const known = [view.chunks, state.query.within].join();
     if (!side.T && !chosen) parts.push(["layers", known, () => layersCard(view, side)]);
-    for (const one of chosen ? state.sharing(side) : [])
-      parts.push(this.neuron.part(one, layer, neuron));
+    const neurons = chosen ? state.sharing(side) : [];
+    parts.unshift(...neurons.map((one) => this.neuron.part(one, layer, neuron)));
+    const picked = chosen || token !== null;
+    const back = () => button(".tw-copy.tw-back", () => state.letGo(), "\u2190 back");
+    if (picked) parts.unshift(["back", "", back]); // on a phone, where cards hide the passage
+    view.root.classList.toggle("tw-picked", picked);
     for (const part of parts) part[1] = `${view.built} ${part[1]}`;
     renew(this.box, parts);
     const name = chosen ? state.nameOf(side, layer, neuron) : null;
+    if (name !== this.name) queueMicrotask(() => (this.box.scrollTop = 0)); // it lays out
+    this.name = name;
     for (const node of this.box.querySelectorAll("[data-neuron]"))
       node.ariaPressed = String(node.dataset.neuron === name);
-    this.say(side, token, layer, neuron);
   }
 
   // The selected token, or the one under the pointer; of two sides with the same tokens both.
@@ -51,26 +55,15 @@ export class Cards {
     const from = peek ?? { side, token };
     const changed = state.header.changed ? [["changed", "", () => changedCard(state)]] : [];
     const start = ["start", side.number, () => this.startCard(side)];
-    if (from.token === null) return [start, ...changed];
+    if (from.token === null) return [...changed, start];
     const shown = state.header.aligned ? state.sides : [from.side];
-    const traits = [from.token, peek !== null, state.get("layers"), state.get("compression")];
+    const traits = [from.token, peek !== null, state.get("layers")];
     const card = (one) => {
       const opened = one === side || state.header.aligned ? layer : null;
       const build = () => this.tokenCard(one, from.token, opened, peek !== null);
       return [`token${one.number}`, [opened, ...traits].join(), build];
     };
-    return [...shown.map(card), ...changed];
-  }
-
-  say(side, token, layer, neuron) {
-    const parts = [
-      token !== null && `token ${token}: ${side.text(token).trim() || "white space"}`,
-      layer !== null && `layer ${layer}`,
-      token !== null && layer !== null && `${side.count(layer, token)} active`,
-      neuron !== null && `neuron ${neuron}`,
-    ];
-    const text = parts.filter(Boolean).join(", ");
-    if (this.spoken.textContent !== text) this.spoken.textContent = text;
+    return [...shown.map(card), ...changed, start];
   }
 
   startCard(side) {
@@ -82,8 +75,11 @@ export class Cards {
         element("span", { dir: "auto" }, preset.note),
       ),
     );
-    const title = element("div.tw-card-head", element("h4", "Where to begin"));
-    const places = table("auto minmax(0, 1fr)", [], rows);
+    const classes = () => this.view.browse.rankClasses();
+    const note = element("span", "each with the class of tokens that it tells apart best");
+    rows.push(button(".tw-item", classes, element("b", "Neurons that are a class"), note));
+    const title = element("div.tw-card-head", element("h2", "Where to begin"));
+    const places = table("repeat(2, minmax(0, 1fr))", [], rows);
     return element("section.tw-card.tw-begin", title, quiet(HOW), places);
   }
 
@@ -93,7 +89,7 @@ export class Cards {
     const most = Math.max(1, ...layers.map((n) => side.count(n, token)));
     return element(
       `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
-      { "aria-label": "token" },
+      { "aria-label": `token, ${side.about.name}` },
       state.header.aligned && element("div.tw-of", side.about.name),
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
@@ -109,7 +105,7 @@ export class Cards {
     const where = [`token ${integer(token)}`, sequence, position, id].filter(Boolean);
     return element(
       "div.tw-card-head",
-      element("h4", pill(side.text(token), side.isSpecial(token))),
+      element("h2", pill(side.text(token), side.isSpecial(token))),
       element("span.tw-quiet", where.join(" \u00b7 ")),
       peeking
         ? element("span.tw-peeking", "peek")
@@ -137,10 +133,7 @@ export class Cards {
     const { state } = this;
     const act = () => state.choose(side, { layer: opened ? null : layer, neuron: null });
     const about = { "aria-expanded": String(opened), "aria-label": `layer ${layer}` };
-    const capacity = state.capacity();
     const count = side.count(layer, token);
-    const over = side.row("tile_max", layer)[token] > capacity;
-    const mark = over && { title: `a tile holds more than ${capacity}` };
     const strongest = () =>
       side.strongest(layer, token, CHIPS).map(({ neuron, value }) => {
         const title = `layer ${layer}, neuron ${neuron}`;
@@ -151,7 +144,7 @@ export class Cards {
       element(
         "div.tw-layer",
         button(".tw-layer-name", act, about, `layer ${layer}`),
-        countBar(count / most, integer(count), over, mark),
+        countBar(count / most, integer(count)),
         !opened && element("span.tw-chips", strongest()),
       ),
       opened && this.layerTable(side, layer, token),
@@ -213,29 +206,9 @@ function predictions(side, token) {
   const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[following]) });
   return element(
     "div.tw-next",
-    element("h5", "predicts next", help(ABOUT_NEXT)),
+    element("h3", "predicts next", help(ABOUT_NEXT)),
     element("div.tw-words", predicted.map(word), !listed && ["\u2026", actual()]),
   );
-}
-
-export function tokenTitle(state) {
-  const { side, token, layer } = state.peek;
-  const [first, last] = layer === undefined ? state.range(side) : [layer, layer];
-  const where = first === last ? `in layer ${first}` : "mean over layers";
-  const surprise = side.surprise[token];
-  const lines = [
-    `token ${integer(token)}: ${side.text(token)}`,
-    `active ${where}: ${number(side.means(first, last)[token])}`,
-    `surprise: ${Number.isNaN(surprise) ? "first token" : `${number(surprise)} nats`}`,
-  ];
-  const shown = state.shownNeuron(side);
-  if (shown) {
-    const { tokens, values } = side.column(shown.layer, shown.neuron);
-    const silent = side.fires ? "not among those kept" : "silent";
-    const h = tokens.includes(token) ? signed(values[tokens.indexOf(token)]) : silent;
-    lines.push(`h of ${shown.layer} \u00b7 ${shown.neuron}: ${h}`);
-  }
-  return lines.join("\n");
 }
 
 export function modelFacts({ about, fires }) {
@@ -249,43 +222,30 @@ export function modelFacts({ about, fires }) {
   ];
 }
 
-// Of each layer: active neurons, dead ones, and how strongly they fire. A click searches in it.
+// Of each layer: active neurons and dead ones. A click searches in it.
 function layersCard(view, side) {
   const overview = side.catalog?.chunk("overview");
   if (!overview?.fires) return quiet(overview && "There are no statistics without an aggregate.");
-  const rows = range(0, overview.L - 1).map((layer) => layerRow(overview, layer));
-  const most = Math.max(...rows.map(({ active }) => active));
+  const { L, N, fires, about } = overview;
+  const layers = range(0, L - 1).map((layer) => fires.subarray(layer * N, (layer + 1) * N));
+  const active = layers.map((own) => own.reduce((sum, count) => sum + count, 0) / about.tokens);
   const { within } = view.state.query;
-  const line = ({ active, cells }, layer) =>
+  const line = (own, layer) =>
     button(
       ".tw-item",
       () => view.browse.ask({ within: within === layer ? null : layer }),
       { "aria-pressed": String(within === layer), title: "search in it" },
       element("b", String(layer)),
-      countBar(active / most, number(active)),
-      cells.map((text) => element("span", text)),
+      countBar(active[layer] / Math.max(...active), number(active[layer])),
+      element("span", percent(own.filter((count) => !count).length / N)),
     );
-  const names = ["layer", "active a token", "dead", "median rate", "median |h|"];
+  const names = ["layer", "active a token", "dead"];
   return element(
     "section.tw-card.tw-overview",
     { "aria-label": "layers" },
-    element("div.tw-card-head", element("h4", "Layers")),
-    table("auto minmax(60px, 1fr) auto auto auto", names, rows.map(line)),
+    element("div.tw-card-head", element("h2", "Layers")),
+    table("auto minmax(60px, 1fr) auto", names, layers.map(line)),
+    button(".tw-link", () => view.browse.rankClasses(), "Neurons that are a class of tokens"),
     quiet("A click on a layer searches in it, one on a neuron opens its card."),
   );
-}
-
-function layerRow({ fires, strength, about, N }, layer) {
-  const own = (values) => values.subarray(layer * N, (layer + 1) * N);
-  const alive = (values) => values.filter((_, n) => own(fires)[n]).sort();
-  const middle = (sorted) => sorted[Math.floor(sorted.length / 2)] ?? 0;
-  const rates = alive(own(fires));
-  return {
-    active: rates.reduce((sum, count) => sum + count, 0) / about.tokens,
-    cells: [
-      percent(1 - rates.length / N),
-      percent(middle(rates) / about.tokens),
-      number(middle(alive(own(strength)))),
-    ],
-  };
 }

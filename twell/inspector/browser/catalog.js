@@ -1,6 +1,7 @@
 // All neurons of a model (twell/inspector/catalog.py): chunks, which load when they are needed, and
 // the cards that they make.
 
+import { Tokens } from "./classes.js";
 import { readBlock } from "./data.js";
 
 export class Catalog {
@@ -65,6 +66,8 @@ class Overview {
   // fires, peaks, mean, strength and largest: undefined without an aggregate.
   constructor({ header, arrays }) {
     Object.assign(this, arrays, { about: header, N: header.neurons, L: header.layers });
+    const count = (text, n) => [text, this.occurrences[n]];
+    this.counts = this.fires && new Map(header.strings.map(count)); // in the aggregate's text
     this.places = this.fires ? header.top + header.quantiles.length : 0; // of each neuron
     this.width = this.fires ? header.before + 1 + header.after : 0; // tokens of an example
   }
@@ -75,18 +78,19 @@ class Overview {
   }
 }
 
-// The text around all examples: tokens in the order of the text, with gaps. text: of each token its
-// string; position: in its sequence; at: of each place its index here, from 1; 0: none.
-class Text {
+// The text around all examples: tokens in the order of the text, with gaps. at: of each place its
+// index here, from 1; 0: none.
+class Text extends Tokens {
   constructor({ arrays: { text, sequence, position, at } }, { about: { strings } }) {
-    Object.assign(this, { strings, token: text, sequence, position, at });
+    const follows = (n) => sequence[n] === sequence[n - 1] && position[n] === position[n - 1] + 1;
+    super(strings, text, position, follows);
+    Object.assign(this, { sequence, at });
     // The first and the last token of the run without gaps that a token is in.
     const size = text.length;
     this.first = new Uint32Array(size);
     this.last = new Uint32Array(size).fill(size - 1);
-    const goesOn = (n) => sequence[n] === sequence[n - 1] && position[n] === position[n - 1] + 1;
-    for (let n = 1; n < size; n++) this.first[n] = goesOn(n) ? this.first[n - 1] : n;
-    for (let n = size - 2; n >= 0; n--) this.last[n] = goesOn(n + 1) ? this.last[n + 1] : n;
+    for (let n = 1; n < size; n++) this.first[n] = follows(n) ? this.first[n - 1] : n;
+    for (let n = size - 2; n >= 0; n--) this.last[n] = follows(n + 1) ? this.last[n + 1] : n;
   }
 
   around(at, before, after) {

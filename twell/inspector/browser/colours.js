@@ -1,8 +1,9 @@
 // Ramps of 256 colours, scales, which values colour a passage and its map, and the legend.
 
-import { range } from "./data.js";
+import { legend } from "@observablehq/plot";
+
 import { element, help, renew } from "./elements.js";
-import { number, signed } from "./words.js";
+import { number, range, signed } from "./words.js";
 
 export const ABOUT_H =
   "h is the value of a neuron for a token: the neuron adds h times its column of the down " +
@@ -14,8 +15,11 @@ export function pixel([r, g, b]) {
   return (255 << 24) | (b << 16) | (g << 8) | r;
 }
 
-function brightness([r, g, b]) {
-  return 0.299 * r + 0.587 * g + 0.114 * b;
+// As WCAG defines it, from 0 to 1.
+function luminance(rgb) {
+  const linear = (value) => (value <= 10 ? value / 3294 : ((value / 255 + 0.055) / 1.055) ** 2.4);
+  const [red, green, blue] = rgb.map(linear);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
 }
 
 // 256 colours between anchors; `bare` stays transparent, so that the page shows through.
@@ -29,14 +33,9 @@ class Ramp {
       return stops[left].map(mix);
     });
     this.bare = bare;
-    const ink = (rgb) => (brightness(rgb) < 140 ? "#fff" : "#16191d");
+    const ink = (rgb) => (luminance(rgb) < 0.18 ? "#fff" : "#000"); // the higher contrast
     this.fill = this.rgb.map((rgb, n) => (n === bare ? "" : `rgb(${rgb})`));
     this.ink = this.rgb.map((rgb, n) => (n === bare ? "" : ink(rgb)));
-  }
-
-  gradient(indexAt) {
-    const stops = Array.from({ length: 33 }, (_, n) => this.fill[indexAt(n / 32)] || "transparent");
-    return `linear-gradient(to right, ${stops.join(", ")})`;
   }
 
   // A colour as a pixel; where it is transparent, the one behind.
@@ -68,7 +67,7 @@ export function makeScale(kind, [least, largest], label, ramps) {
 export function isDark(element) {
   for (let node = element; node; node = node.parentElement) {
     const colour = getComputedStyle(node).backgroundColor.match(/[\d.]+/g)?.map(Number);
-    if (colour && (colour.length < 4 || colour[3] > 0.5)) return brightness(colour) < 128;
+    if (colour && (colour[3] ?? 1) > 0.5) return luminance(colour.slice(0, 3)) < 0.18;
   }
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
@@ -80,7 +79,7 @@ export function themeOf(root, palettes) {
   root.style.colorScheme = theme;
   const { sequential, diverging } = palettes[theme];
   const ramps = { dark, sequential: new Ramp(sequential, 0), diverging: new Ramp(diverging, 128) };
-  for (const name of ["cell", "out", "over"]) {
+  for (const name of ["cell", "out"]) {
     root.style.color = `var(--tw-${name})`;
     ramps[name] = getComputedStyle(root).color.match(/\d+/g).map(Number);
   }
@@ -88,17 +87,20 @@ export function themeOf(root, palettes) {
   return ramps;
 }
 
+const SURPRISE = "surprise, \u2212log p in nats";
+const named = (name) => (value) => `${name} ${number(value)}`; // a value in words
+
 // What colours a passage: the kind of its scale, its label, and the value of each token.
 function wayOf(state, side, how) {
   if (how === "surprise")
-    return { kind: "linear", label: "surprise, \u2212log p in nats", values: side.surprise };
+    return { kind: "linear", label: SURPRISE, values: side.surprise, of: named("surprise") };
   if (how === "count") {
     const label = `active neurons per token, ${layersOf(state.range(side), side)}`;
-    return { kind: "log", label, values: side.means(...state.range(side)) };
+    return { kind: "log", label, values: side.means(...state.range(side)), of: named("active") };
   }
   const { layer, neuron } = state.shownNeuron(side);
   const label = `h of layer ${layer}, neuron ${neuron}`;
-  return { kind: "signed", label, values: side.valuesOf(layer, neuron) };
+  return { kind: "signed", label, values: side.valuesOf(layer, neuron), of: named("h") };
 }
 
 function layersOf([first, last], side) {
@@ -123,15 +125,16 @@ function extent(arrays) {
 export function passageColours(state, side) {
   const how = state.colouring(side);
   const read = (one) => included(state, one, wayOf(state, one, how).values);
-  const { kind, label } = wayOf(state, side, how);
-  const limit = state.scaling(how) === "all" && state.get("limit");
+  const { kind, label, of } = wayOf(state, side, how);
   const values = read(side);
   const left = state.reference(side);
   if (left && (how !== "neuron" || state.shares(left, side))) {
     const [change] = differences([values], [read(left)]);
-    return { values: change, scale: scaleOfChange(state, left, label, [change], limit) };
+    const scale = scaleOfChange(state, left, label, [change]);
+    return { values: change, scale, of: (value) => `change of ${of(value)}` };
   }
-  return { values, scale: scaleOf(state, kind, label, sharing(state, side, how, read), limit) };
+  const sharing = how === "neuron" ? state.sharing(side) : state.sides;
+  return { values, of, scale: scaleOf(state, kind, label, sharing.map(read)) };
 }
 
 // One value a token; NaN for the tokens that are left out.
@@ -140,19 +143,8 @@ export function included(state, side, values) {
   return Float32Array.from(values, (value, token) => (skip && !side.position[token] ? NaN : value));
 }
 
-function scaleOf(state, kind, label, arrays, limit) {
-  const [least, largest] = extent(arrays);
-  return makeScale(kind, [least, limit || largest], label, state.ramps);
-}
-
-function sharing(state, side, how, read) {
-  const scaling = state.scaling(how);
-  if (how !== "neuron") return (scaling === "all" ? state.sides : [side]).map(read);
-  if (scaling === "neuron") return state.sharing(side).map(read);
-  const peaks = (one, layer) => included(state, one, one.peaks(layer));
-  const { layer } = state.shownNeuron(side);
-  if (scaling === "layer") return state.sharing(side).map((one) => peaks(one, layer));
-  return state.sides.flatMap((one) => range(0, one.L - 1).map((n) => peaks(one, n)));
+function scaleOf(state, kind, label, arrays) {
+  return makeScale(kind, extent(arrays), label, state.ramps);
 }
 
 // A row that the other side lacks counts as 0.
@@ -160,48 +152,33 @@ function differences(rows, others) {
   return rows.map((row, n) => row.map((value, token) => value - (others[n][token] ?? 0)));
 }
 
-function scaleOfChange(state, left, label, changes, limit) {
-  const name = `difference to ${left.about.name}: ${label}`;
-  return scaleOf(state, "signed", name, changes, limit);
+function scaleOfChange(state, left, label, changes) {
+  return scaleOf(state, "signed", `difference to ${left.about.name}: ${label}`, changes);
 }
 
-// The values of the map, one array a layer (NaN: left out), and the scale of each layer.
+// The values of the map, one array a layer (NaN: left out), and their scale.
 export function mapColours(state, side) {
   const label = "active neurons per token";
   const layers = range(...state.range(side));
   const read = (one, some) => some.map((n) => included(state, one, one.row("counts", n)));
   const values = read(side, layers);
-  const alike = (scale) => layers.map(() => scale);
   const left = state.reference(side);
   if (left) {
     const changes = differences(values, read(left, layers));
-    return { values: changes, scales: alike(scaleOfChange(state, left, label, changes)) };
-  }
-  if (state.get("scale") === "layer") {
-    const own = (layer) => state.sides.flatMap((one) => read(one, [layer]));
-    const name = `${label}, each layer on its own`;
-    return { values, scales: layers.map((layer) => scaleOf(state, "log", name, own(layer))) };
+    return { values: changes, scale: scaleOfChange(state, left, label, changes) };
   }
   const every = state.sides.flatMap((one) => read(one, range(...state.range(one))));
-  const limit = state.get("colour") === "count" && state.get("limit");
-  return { values, scales: alike(scaleOf(state, "log", label, every, limit)) };
+  return { values, scale: scaleOf(state, "log", label, every) };
 }
 
-// own: each layer has a scale of its own, so that the ends have no common value.
-export function showLegend(box, scale, own = false, note = "") {
-  const background = scale.ramp.gradient((t) => scale.index(scale.at(t)));
-  const text = (v) => (scale.kind === "signed" && v ? signed(v) : number(v));
-  const ticks = own ? ["least", "", "most"] : [0, 0.5, 1].map((t) => text(scale.at(t)));
+export function showLegend(box, { label, kind, ramp, index, at }) {
+  const text = (value) => (kind === "signed" && value ? signed(value) : number(value));
+  const tickFormat = (t) => text(at(t));
+  const interpolate = (t) => ramp.fill[index(at(t))] || "transparent";
+  const color = { type: "linear", domain: [0, 1], interpolate };
+  const size = { width: 200, height: 30, marginTop: 0, marginBottom: 18, marginLeft: 16, ticks: 2 };
+  const about = label.startsWith("h of") && help(ABOUT_H);
   const build = () =>
-    element(
-      "div.tw-legend",
-      element("span", scale.label, scale.label.startsWith("h of") && help(ABOUT_H)),
-      element(
-        "span.tw-scale",
-        element("span.tw-gradient", { style: { background } }),
-        element("span.tw-ticks", ticks.map((tick) => element("span", tick))),
-      ),
-      note && element("span.tw-overs", note),
-    );
-  renew(box, [["legend", [scale.label, background, note, ...ticks].join(), build]]);
+    element("div.tw-legend", element("span", label, about), legend({ color, tickFormat, ...size }));
+  renew(box, [["legend", [label, kind, at(0), at(1), ramp.fill].join(), build]]);
 }

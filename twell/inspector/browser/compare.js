@@ -1,21 +1,21 @@
-// Two sides beside each other: which neurons changed most, how alike the selected one is in two
-// models, and what was changed in a live model.
+// Two sides beside each other: which neurons changed most, and what was changed in a live model.
 
+import { meanOf } from "./data.js";
 import { button, closer, element, help, labelled, numberBox, quiet, table } from "./elements.js";
 import { number, percent, signed } from "./words.js";
 
 const ABOUT_CHANGED =
   "The mean over this text\u2019s tokens of the size of the difference of h, right minus left, " +
   "without the first token of each sequence.";
-const ABOUT_ALIKE =
-  "The cosine of the neuron\u2019s weights in the two models: of what makes it fire (input), and " +
-  "of what it adds to the output (output); 1 is the same direction.";
+const SAME = "No value of any neuron differs in this text.";
 const ABOUT_CHANGE =
   "The model runs again with another h of this neuron in the output of its layer, at every " +
   "token; the second side shows what becomes of it.";
 
 export function changedCard(state) {
   const { changed } = state.header;
+  const { length } = state.sides[1].about.changes;
+  const none = length ? "No neuron changes after these: only predictions do." : SAME;
   const rows = changed.map(([layer, neuron, change]) => {
     const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
@@ -31,37 +31,26 @@ export function changedCard(state) {
   return element(
     "section.tw-card.tw-changed-most",
     { "aria-label": "neurons that changed most" },
-    element("div.tw-card-head", element("h4", "Changed most"), help(ABOUT_CHANGED)),
+    element("div.tw-card-head", element("h2", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
       ? table("repeat(4, minmax(0, 80px))", names, rows)
-      : quiet("No value of any neuron differs in this text."),
+      : quiet(none),
   );
 }
 
-// How alike a neuron is in the two models; null for one model.
-export function alikeness({ header, sides }, layer, neuron) {
-  const [input, output] = header.alike;
-  if (!input) return null;
-  const at = layer * sides[0].N + neuron;
-  const cosines = `input ${input[at].toFixed(2)}, output ${output[at].toFixed(2)}`;
-  return quiet(`weights in both: ${cosines}`, help(ABOUT_ALIKE));
+// Whether there is a model to run, and not two that are compared already.
+export function canChange(state) {
+  return state.get("runs") && (!state.sides[1] || state.sides[1].about.changes.length > 0);
 }
 
-// The difference of surprise to the unchanged model is shown.
-function change(state, changes) {
-  const view = { colour: "surprise", scale: "all", difference: true };
-  state.put({ ...(changes.length ? view : { difference: false, side: 0 }), changes });
-}
-
-// Silence, scale or set a neuron; null if there is no model to run, or two are compared already.
+// Silence, scale or set a neuron; null where that cannot be.
 export function changeControls(state, layer, neuron) {
-  const compares = state.sides[1] && !state.sides[1].about.changes.length;
-  if (!state.get("runs") || compares) return null;
+  if (!canChange(state)) return null;
   const isIt = (change) => change.layer === layer && change.neuron === neuron;
   const now = state.get("changes").find(isIt);
   const to = (how) => {
     const others = state.get("changes").filter((one) => !isIt(one));
-    change(state, how ? [...others, { layer, neuron, ...how }] : others);
+    state.put({ changes: how ? [...others, { layer, neuron, ...how }] : others });
   };
   const box = (sign, name, label) =>
     labelled(
@@ -72,11 +61,10 @@ export function changeControls(state, layer, neuron) {
   const silence = () => to(silent ? null : { scale: 0 });
   return element(
     "div.tw-change",
-    element("span.tw-quiet", "h becomes", help(ABOUT_CHANGE)),
-    button(".tw-copy", silence, { "aria-pressed": String(silent) }, "0, silent"),
+    element("span.tw-quiet", "Change h", help(ABOUT_CHANGE)),
+    button(".tw-copy", silence, { "aria-pressed": String(silent) }, "silence"),
     box("times", "scale", "scale the neuron by"),
     box("fixed at", "value", "set the neuron to"),
-    now && button(".tw-link", () => to(null), "undo"),
   );
 }
 
@@ -93,14 +81,20 @@ export function changeStrip(state) {
   const live = state.get("runs");
   const undo = (one) =>
     closer(`undo ${described(one)}`, () =>
-      change(state, changes.filter((other) => other !== one)),
+      state.put({ changes: changes.filter((other) => other !== one) }),
     );
   const chips = changes.map((one) => element("span.tw-changed", described(one), live && undo(one)));
-  const loss = element(
-    "b",
-    `loss ${before.loss.toFixed(3)} \u2192 ${after.loss.toFixed(3)} nats ` +
-      `(${signed(after.loss - before.loss)})`,
-  );
-  const all = live && button(".tw-link", () => change(state, []), "undo all");
-  return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, loss);
+  const members = state.membersOf(before);
+  const lossOf = (side) => meanOf([...side.surprise].filter((_, token) => members[token]));
+  const difference = (name, [one, other]) =>
+    element(
+      "b",
+      `${name} ${one.toFixed(3)} \u2192 ${other.toFixed(3)} nats (${signed(other - one)})`,
+    );
+  const losses = [
+    difference("loss", [before.loss, after.loss]),
+    members && difference("at the selected tokens", [before, after].map(lossOf)),
+  ];
+  const all = live && button(".tw-link", () => state.put({ changes: [] }), "undo all");
+  return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, losses);
 }

@@ -1,6 +1,7 @@
 // Packed blocks (twell/inspector/packing.py) as typed arrays, and the passage of one side.
 
-import { BYTES } from "./words.js";
+import { Tokens } from "./classes.js";
+import { BYTES, range } from "./words.js";
 
 const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
 const ARRAYS = { ...NUMBERS, i1: Int8Array, f4: Float32Array };
@@ -36,12 +37,7 @@ export async function readBlock(bytes) {
 export async function unpack(bytes) {
   const { header, arrays } = await readBlock(bytes);
   const sides = header.sides.map((about, number) => new Side(number, about, arrays));
-  header.alike = [arrays.alike_in, arrays.alike_out]; // cosines [L * N], of two models
   return { header, sides };
-}
-
-export function range(first, last) {
-  return Array.from({ length: last - first + 1 }, (_, n) => first + n);
 }
 
 // The value with the largest size; 0 if there is none. NaN does not count.
@@ -62,6 +58,8 @@ class Side {
     Object.assign(this, { number, about, T: about.tokens, L: about.layers, N: about.neurons });
     for (const [name, array] of Object.entries(arrays))
       if (name.startsWith(`${number}.`)) this[name.slice(2)] = array;
+    const follows = (token) => token > 0 && this.position[token] > 0;
+    this.tokens = new Tokens(about.strings, this.token, this.position, follows);
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
     this.loss = meanOf(this.surprise); // NaN if no token is predicted
     // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
@@ -172,12 +170,5 @@ class Side {
     for (let layer = first; layer <= last; layer++)
       for (let token = 0; token < this.T; token++) means[token] += this.count(layer, token);
     return means.map((sum) => sum / (last - first + 1));
-  }
-
-  peaks(layer) {
-    this.peak ??= Float32Array.from(this.counts, (_, row) =>
-      strongestOf(this.value.subarray(this.pointer[row], this.pointer[row + 1])),
-    );
-    return this.row("peak", layer);
   }
 }

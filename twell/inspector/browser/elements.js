@@ -1,5 +1,7 @@
 // Helpers that make and replace the elements of the view, and small parts that several cards share.
 
+import morphdom from "morphdom";
+
 import { BYTES, signed } from "./words.js";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -32,10 +34,6 @@ function assign(node, attributes) {
   }
 }
 
-export function refill(parent, ...nodes) {
-  parent.replaceChildren(...nodes.flat(Infinity).filter(Boolean));
-}
-
 // Draw the children of a node again where they changed. parts: of each child a name, a text that
 // says what it shows, and a function that builds it.
 export function renew(parent, parts) {
@@ -49,58 +47,26 @@ export function renew(parent, parts) {
   });
 }
 
-// One node can be made like the other. `data-of` says what an element belongs to: for something
-// else it is replaced, and scrolls from its start.
-function alike(old, fresh) {
-  const kind = (node) => node.getAttribute?.("class")?.split(" ")[0];
-  const same = old.nodeName === fresh.nodeName && kind(old) === kind(fresh);
-  return same && old.dataset?.of === fresh.dataset?.of;
-}
-
 // Make a node like a new one and return the node in its place. Elements stay, so that the focus, a
-// press of the mouse, an open explanation and text that is being typed outlast a drawing.
+// press of the mouse, an open explanation and text that is being typed outlast a drawing. `data-of`
+// says what an element belongs to: for something else it is replaced, and scrolls from its start.
+// A chart is replaced, since Plot listens to the pointer on it.
 function patch(old, fresh) {
-  if (!alike(old, fresh)) {
+  if (old.matches("figure, svg")) {
     old.replaceWith(fresh);
     return fresh;
   }
-  if (old.nodeType === Node.TEXT_NODE) {
-    if (old.data !== fresh.data) old.data = fresh.data;
-    return old;
-  }
-  const typed = fresh.defaultValue !== old.defaultValue; // the state changed, so it is shown
-  for (const name of old.getAttributeNames())
-    if (!fresh.hasAttribute(name)) old.removeAttribute(name);
-  for (const { name, value } of fresh.attributes)
-    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
-  for (const name of HANDLERS) old[name] = fresh[name];
-  const { value, checked, selectedIndex } = fresh;
-  patchChildren(old, [...fresh.childNodes]);
-  if (typed) old.value = value;
-  if (old.checked !== checked) old.checked = checked;
-  if (old.selectedIndex !== selectedIndex) old.selectedIndex = selectedIndex;
-  return old;
-}
-
-function patchChildren(parent, nodes) {
-  let place = parent.firstChild;
-  const drop = (end) => {
-    while (place !== end) {
-      const { nextSibling } = place;
-      place.remove();
-      place = nextSibling;
-    }
-  };
-  for (const node of nodes) {
-    let match = place;
-    while (match && !alike(match, node)) match = match.nextSibling;
-    if (!match) parent.insertBefore(node, place);
-    else {
-      drop(match);
-      place = patch(match, node).nextSibling;
-    }
-  }
-  drop(null);
+  return morphdom(old, fresh, {
+    getNodeKey: (node) => node.dataset?.of,
+    onBeforeElUpdated(from, to) {
+      for (const name of HANDLERS) from[name] = to[name];
+      const typed = to.matches("input, textarea") && from.defaultValue === to.defaultValue;
+      if (typed) to.value = from.value;
+      const chart = to.matches("figure, svg");
+      if (chart) from.replaceWith(to);
+      return !chart;
+    },
+  });
 }
 
 export function button(classes, onclick, ...parts) {
@@ -108,12 +74,12 @@ export function button(classes, onclick, ...parts) {
 }
 
 // A select of [value, name] pairs. choose(value, select) is called when the reader takes one.
-export function select(label, pairs, chosen, choose, attributes = {}) {
+export function select(label, pairs, chosen, choose) {
   const options = pairs.map(([value, name]) =>
     element("option", { selected: value === chosen }, name),
   );
   const onchange = ({ target }) => choose(pairs[target.selectedIndex][0], target);
-  return element("select", { "aria-label": label, onchange, ...attributes }, options);
+  return element("select", { "aria-label": label, onchange }, options);
 }
 
 // Would not be seen, or would move other text: controls, format characters, separators, white space
@@ -150,7 +116,7 @@ export function signedText(value, digits) {
 }
 
 export function wordWith(text, value, classes = "", attributes = {}) {
-  return element(`span.tw-word${classes}`, attributes, pill(text), element("b", value));
+  return element(`span.tw-word${classes}`, attributes, pill(text), " ", element("b", value));
 }
 
 export function fact(name, value) {
@@ -178,11 +144,11 @@ export function numberBox(label, value, choose, attributes = {}) {
 // A question mark that explains a label in one sentence: below the pointer, or in a box when it is
 // pressed.
 export function help(sentence) {
-  const box = element("div.tw-tip", { popover: "auto" }, sentence);
-  const about = { type: "button", title: sentence, "aria-label": "explanation" };
-  const mark = element("button.tw-help", about, "?");
-  mark.popoverTargetElement = box;
-  return [mark, box];
+  const show = ({ currentTarget }) => currentTarget.nextElementSibling.togglePopover();
+  return [
+    button(".tw-help", show, { title: sentence, "aria-label": sentence }, "?"),
+    element("div.tw-tip", { popover: "auto" }, sentence),
+  ];
 }
 
 export function closer(label, act) {
@@ -201,9 +167,9 @@ export function chip(name, value, digits, attributes) {
 }
 
 // A horizontal bar with a number on it. share: its length, from 0 to 1.
-export function countBar(share, value, over = false, attributes = {}) {
+export function countBar(share, value) {
   const style = { backgroundSize: `${100 * share}% 100%` };
-  return element(`span.tw-count${over ? ".tw-over" : ""}`, { style, ...attributes }, value);
+  return element("span.tw-count", { style }, value);
 }
 
 // A bar from the middle to the right or, below 0, to the left. share: from -1 to 1.

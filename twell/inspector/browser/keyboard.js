@@ -1,19 +1,7 @@
-// Keys of the view, wherever the focus is.
+// Keys of the passage and its map, where the focus is on one of them; elsewhere they scroll.
 
-export const KEYS = [
-  ["\u2190 \u2192", "token"],
-  ["\u2191 \u2193", "layer"],
-  ["Enter", "its strongest neuron"],
-  ["Esc", "let go"],
-];
-
-const TYPED = "textarea, select, input:not([type=checkbox])"; // these need the keys themselves
-
-// side: where the focus is, else the selected one.
 export function pressed(event, side, state) {
-  if (event.ctrlKey || event.metaKey || event.altKey || !side.T) return;
-  if (event.target.closest?.(TYPED)) return;
-  if (event.key === "Enter" && event.target.closest?.("button")) return; // it presses the button
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
   const { side: own, layer } = state.selected();
   const token = state.standsFor(own, side) ? state.selected().token : null;
   const [first, last] = state.range(side);

@@ -2,9 +2,10 @@
 // below them. The canvas has one pixel a column; the browser stretches it to the width.
 
 import { included, mapColours, pixel, showLegend } from "./colours.js";
-import { meanOf, range } from "./data.js";
+import { meanOf } from "./data.js";
 import { element, help, renew } from "./elements.js";
-import { number, percent } from "./words.js";
+import { pressed } from "./keyboard.js";
+import { number, range } from "./words.js";
 
 const STRIP = 8; // height of the passage's colours, and the gap above it, in pixels
 const GAP = 5;
@@ -19,13 +20,14 @@ export class ActivityMap {
     this.side = side;
     this.canvas = element("canvas.tw-canvas", {
       tabindex: "0",
-      role: "img",
+      role: "application",
       onpointermove: (event) => {
         const { token, layer } = this.placeOf(event);
-        view.hover(side, token, event, layer);
+        view.hover(side, token, layer);
       },
       onpointerleave: () => view.hover(side),
       onclick: (event) => this.clicked(event),
+      onkeydown: (event) => pressed(event, side, this.state),
     });
     const frame = () => element("i.tw-frame", { hidden: true });
     this.frames = { peek: frame(), pinned: frame(), cell: frame() };
@@ -78,28 +80,17 @@ export class ActivityMap {
   drawCells() {
     const { side, state, canvas } = this;
     const { first, last, layers, height, tall } = this.rows();
-    const capacity = state.capacity();
-    const over = pixel(state.ramps.over);
-    const { values, scales } = mapColours(state, side);
-    const rowsOf = (name) => layers.map((layer) => included(state, side, side.row(name, layer)));
-    const tiles = rowsOf("tile_max");
-    this.means = rowsOf("counts").map(meanOf);
+    const { values, scale } = mapColours(state, side);
+    this.means = layers.map((layer) => meanOf(included(state, side, side.row("counts", layer))));
     Object.assign(canvas, { width: side.T, height: tall });
     canvas.style.height = `${tall}px`;
     canvas.ariaLabel =
       `active neurons of ${side.T} tokens in layers ${first} to ${last}; arrow keys move`;
     layers.forEach((_, row) => {
-      const colours = this.coloursOf(values[row], scales[row]);
+      const colours = this.coloursOf(values[row], scale);
       this.fill(colours, row * height, height > 8 ? height - 1 : height);
-      const marks = colours.map((colour, token) => (tiles[row][token] > capacity ? over : colour));
-      this.fill(marks, row * height, Math.max(2, Math.round(height / 7)));
     });
-    const isOver = (tile) => (Number.isNaN(tile) ? NaN : Number(tile > capacity));
-    const share = meanOf(tiles.map((row) => meanOf(row.map(isOver))));
-    const cells = share ? `${percent(share)} of cells` : "none";
-    const limit = `a tile of ${state.header.tile} with more than ${capacity}: ${cells}`;
-    const note = capacity < Infinity && limit;
-    showLegend(this.legend, scales[0], state.get("scale") === "layer" && layers.length > 1, note);
+    showLegend(this.legend, scale);
   }
 
   fill(colours, from, lines) {

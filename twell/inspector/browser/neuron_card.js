@@ -1,12 +1,13 @@
 // The card of the selected neuron: its firings in the passage, and what is known of it beyond.
 
+import { drawHistogram, histograms, pairsOf } from "./charts.js";
 import { makeScale } from "./colours.js";
-import { alikeness, changeControls } from "./compare.js";
-import { range, strongestOf } from "./data.js";
+import { changeControls } from "./compare.js";
+import { strongestOf } from "./data.js";
 import { button, chip, closer, element, fact } from "./elements.js";
 import { labelled, numberBox, pieces, quiet, select, signedText, wordWith } from "./elements.js";
-import { drawHistogram, histograms, pairsOf } from "./histogram.js";
-import { integer, number, percent, signed } from "./words.js";
+import { labelOf } from "./search.js";
+import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const NEAR = 50; // places in the passage where a neuron fires most
 const BEFORE = 24; // tokens of the passage around a place
@@ -39,7 +40,7 @@ export class NeuronCard {
   part(side, layer, neuron) {
     const { state, cards } = this;
     const traits = [layer, neuron, JSON.stringify(state.get("changes")), state.ramps.dark];
-    const shown = [...traits, this.places, cards.view.chunks].join();
+    const shown = [...traits, state.get("skip_first"), this.places, cards.view.chunks].join();
     return [`neuron${side.number}`, shown, () => this.build(side, layer, neuron)];
   }
 
@@ -49,18 +50,18 @@ export class NeuronCard {
     const choose = (...other) => this.state.chooseNeuron(side, ...other);
     return element(
       "section.tw-card.tw-neuron",
-      { "aria-label": "neuron" },
+      { "aria-label": `neuron, ${side.about.name}` },
       this.state.sides.length === 2 && element("div.tw-of", side.about.name),
       this.head(side, layer, neuron),
-      alikeness(this.state, layer, neuron),
       noteOf(side, layer, neuron, known),
+      !known.note && automatic(side, layer, neuron, known),
       changeControls(this.state, layer, neuron),
       element(
         "div.tw-neuron-body",
         this.statistics(side, layer, neuron, known),
         this.examples(side, layer, neuron, known),
       ),
-      element("div.tw-kinds", neighbours(known, layer, choose)),
+      neighbours(known, layer, choose),
       this.missing(side, card),
     );
   }
@@ -68,7 +69,7 @@ export class NeuronCard {
   head(side, layer, neuron) {
     const { state } = this;
     const title = element(
-      "h4",
+      "h2",
       "Layer ",
       picker("layer", layer, side.L - 1, (n) => state.chooseNeuron(side, n, neuron)),
       " neuron ",
@@ -90,11 +91,14 @@ export class NeuronCard {
       known.fires > 0 && fact("mean", signed(known.mean)),
       known.fires > 0 && fact("largest |h|", number(known.largest)),
     ];
+    const first = tokens.filter((token) => !side.position[token]).length;
+    const hidden = this.state.get("skip_first") && first > 0;
     const kept = `Shown are the ${integer(tokens.length)} of its firings that are kept.`;
     return element(
       "div",
       element("div.tw-factbox", facts),
       fires > tokens.length && quiet(kept),
+      hidden && quiet(`Colours leave out ${plural(first, "firing")} at first tokens.`),
       this.histogram(side, layer, neuron),
       known.promotes && promoted(known),
     );
@@ -142,7 +146,7 @@ export class NeuronCard {
       kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
       element(
         "div.tw-scrolled",
-        { data: { of: [layer, neuron, kind].join() } },
+        { tabindex: "0", data: { of: [layer, neuron, kind].join() } },
         here && this.placesHere(side, layer, neuron),
         known[kind]?.map((example) => this.exampleLine(side, example, known.largest)),
       ),
@@ -210,6 +214,12 @@ function picker(label, value, most, choose) {
   return numberBox(label, value, null, { ...range, onchange });
 }
 
+// The automatic label, which a note of one's own replaces.
+function automatic({ catalog }, layer, neuron, { promotes = [] }) {
+  const label = labelOf(catalog, layer, neuron, promotes.map(([word]) => word));
+  return label && element("p.tw-label", label);
+}
+
 // One's own note: a box if it can be kept, else its text.
 function noteOf({ catalog }, layer, neuron, { note, overview }) {
   if (!overview?.about.keeps || !catalog.write) return note && element("p.tw-noted", note);
@@ -232,7 +242,7 @@ function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
   const list = (title, words, sign = 1) => {
     const about = { title: "change of the logit at |h| = 1, against the mean over all words" };
     const word = ([text, change]) => wordWith(text, signed(sign * change), "", about);
-    return element("div", element("h5", title), element("div.tw-words", words.map(word)));
+    return element("div", element("h3", title), element("div.tw-words", words.map(word)));
   };
   const lists = gated
     ? [
@@ -257,7 +267,7 @@ function neighbours({ like = [], together = [] }, layer, choose) {
       const about = element("span.tw-quiet", { title }, label);
       return element("div.tw-kin", { data: { kin: name } }, about, chips);
     });
-    return rows.length > 0 && element("div.tw-kins", element("h5", heading), rows);
+    return rows.length > 0 && element("div.tw-kins", element("h3", heading), rows);
   };
   return [
     part(`In layer ${layer}`, IN_LAYER, false),

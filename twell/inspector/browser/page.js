@@ -3,7 +3,7 @@
 
 import { fromBase64 } from "./data.js";
 import { element } from "./elements.js";
-import { QUERY, SORTS, STATES, WHERE } from "./search.js";
+import { OVER, QUERY, SORTS, STATES, WHERE } from "./search.js";
 import { View } from "./view.js";
 
 const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
@@ -12,8 +12,7 @@ class PageModel extends EventTarget {
   constructor(state, begin, atlas) {
     super();
     Object.assign(this, { begin, atlas });
-    this.state = this.query = { ...state, ...viewOf(location.hash.slice(1), begin) };
-    this.keys = document; // a page is nothing but the view: keys work wherever the focus is
+    this.state = { ...state, ...viewOf(location.hash.slice(1), begin) };
     addEventListener("hashchange", () => this.follow());
   }
 
@@ -34,7 +33,6 @@ class PageModel extends EventTarget {
   follow() {
     const view = viewOf(location.hash.slice(1), this.begin);
     for (const [name, value] of Object.entries(view)) this.set(name, value);
-    this.dispatchEvent(new Event("change:query"));
   }
 
   // In an atlas the back button leads to the neuron before.
@@ -67,15 +65,15 @@ const ends = (text) => {
 // How the text of a part is read that is neither a number nor yes or no; undefined for nonsense.
 const READ = {
   colour: among("count", "neuron", "surprise"),
-  scale: among("all", "layer", "neuron"),
-  limit: (text) => (Number(text) > 0 && Number(text) < Infinity ? Number(text) : undefined),
   layers: ends,
   words: (text) => text,
+  selected: (text) => text,
+  over: key(OVER),
   where: key(WHERE),
   state: key(STATES),
   sort: key(SORTS),
 };
-const MAY_BE_NONE = ["token", "layer", "neuron", "limit", "layers", "within"];
+const MAY_BE_NONE = ["token", "layer", "neuron", "layers", "within"];
 
 function written(value) {
   if (Array.isArray(value)) return value.join("-");
@@ -119,11 +117,11 @@ function loadChunk(name) {
 }
 
 // parent: the element to fill; first: the view to begin with; atlas: neurons without a passage.
-export function openPage(parent, first, atlas = false) {
+globalThis.twellOpen = (parent, first, atlas) => {
   const data = fromBase64(document.getElementById("data").textContent);
   const state = { ...first, data, texts: [], runs: false, busy: false, error: "" };
   const begin = atlas
     ? { layer: null, neuron: null, ...QUERY, finding: true }
     : { ...first, ...QUERY };
   new View(new PageModel(state, begin, atlas), parent);
-}
+};

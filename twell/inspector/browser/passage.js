@@ -1,8 +1,9 @@
 // A passage: its tokens as text, each with a colour.
 
 import { element, pieces } from "./elements.js";
+import { pressed } from "./keyboard.js";
 import { passageColours, showLegend } from "./colours.js";
-import { integer } from "./words.js";
+import { integer, range } from "./words.js";
 
 const OUT = 512; // the colour of a token that is left out
 
@@ -19,16 +20,31 @@ export class Passage {
       tabindex: "0",
       role: "listbox",
       "aria-label": `passage, ${side.about.name}`,
-      onpointerover: (event) => view.hover(side, tokenAt(event), event),
+      onpointerover: (event) => view.hover(side, tokenAt(event)),
       onpointerleave: () => view.hover(side),
-      onclick: (event) => this.clicked(tokenAt(event)),
+      onpointerdown: (event) => (this.pressed = tokenAt(event)),
+      onpointerup: (event) => this.dragged(tokenAt(event)),
+      onclick: (event) => this.clicked(tokenAt(event), event),
+      onkeydown: (event) => pressed(event, side, this.state),
     });
     this.text.append(...this.lines());
     this.nodes = [this.legend, this.text];
   }
 
-  clicked(token) {
+  // From one token to another: all between are selected.
+  dragged(token) {
+    const { pressed } = this;
+    if (token === undefined || pressed === undefined || token === pressed) return;
+    this.view.browse.selectTokens(this.side, between(pressed, token));
+    getSelection().removeAllRanges();
+  }
+
+  // Shift selects all tokens since the last click, beside those that are selected.
+  clicked(token, { shiftKey }) {
     if (token === undefined) return;
+    const { browse } = this.view;
+    if (shiftKey) return browse.addTokens(this.side, between(this.anchor ?? token, token));
+    this.anchor = token;
     const { side, token: before } = this.state.selected();
     this.view.keepPlace = true;
     if (side === this.side && before === token) this.state.put({ token: null });
@@ -69,11 +85,14 @@ export class Passage {
 
   paint() {
     this.colours = passageColours(this.state, this.side);
-    const { values, scale } = this.colours;
+    const { values, scale, of } = this.colours;
     const { fill, ink } = scale.ramp;
     const offset = scale.kind === "signed" ? 256 : 0;
-    for (let token = 0; token < this.side.T; token++) {
+    const { side } = this;
+    for (let token = 0; token < side.T; token++) {
       const left = Number.isNaN(values[token]);
+      const name = `token ${token}, ${left ? "left out" : of(values[token])}: ${side.text(token)}`;
+      if (this.spans[token].ariaLabel !== name) this.spans[token].ariaLabel = name;
       const index = left ? OUT : offset + scale.index(values[token]);
       if (this.painted[token] === index) continue;
       this.painted[token] = index;
@@ -83,6 +102,10 @@ export class Passage {
       classList.toggle("tw-out", left);
     }
     showLegend(this.legend, scale);
+    const members = this.state.membersOf(this.side);
+    if (members !== this.members)
+      this.spans.forEach((span, n) => span.classList.toggle("tw-member", Boolean(members?.[n])));
+    this.members = members;
     const peeked = this.state.peeked(this.side);
     this.spans[this.peeked]?.classList.remove("tw-peeked");
     this.spans[peeked]?.classList.add("tw-peeked");
@@ -107,4 +130,8 @@ export class Passage {
     if (token.top < box.top + token.height || token.bottom > box.bottom - token.height)
       this.text.scrollTop += token.top - box.top - (box.height - token.height) / 2;
   }
+}
+
+function between(one, other) {
+  return range(Math.min(one, other), Math.max(one, other));
 }

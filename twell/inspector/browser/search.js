@@ -1,24 +1,36 @@
-// Search over all neurons of a model: by words of their examples, by words that they change, by
-// numbers. Everything that a query needs is in the chunks of the catalog.
+// Search over all neurons of a model: by the tokens at which they fire, by words of their examples,
+// by words that they change, by numbers. What a query needs is in the passage and the catalog.
 
-const WORDY = /[\p{L}\p{N}]/u;
+import { BEST, isList, patternOf, SELECTIONS, tallyExamples, tallyPassage } from "./classes.js";
+import { range } from "./words.js";
 
-// within: a layer; finding: whether the search is open.
+const CLEAR = 0.5; // phi of a class that is a label
+const FEWEST = 3; // members of a class in a passage
+
+// within: a layer; selected: tokens (classes.js), as whole words, with their case, over the passage
+// or the examples of the aggregate; finding: whether the search is open.
 export const QUERY = {
   words: "",
+  selected: BEST,
+  whole: false,
+  cases: false,
+  over: "passage",
   where: "fires",
   within: null,
   state: "alive",
   sort: "match",
   finding: false,
 };
+const BEST_EXAMPLES = { selected: BEST, over: "examples" };
 export const WHERE = {
+  selected: "tell tokens apart",
   fires: "fires at",
   around: "text around",
   promotes: "promotes",
   suppresses: "suppresses",
-  note: "note",
+  note: "label or note",
 };
+export const OVER = { passage: "over this text", examples: "over the examples" };
 export const STATES = { alive: "that fire", dead: "dead", all: "all" };
 export const SORTS = {
   match: "match",
@@ -29,26 +41,34 @@ export const SORTS = {
 };
 
 // Return { found, score, waiting, error }. found: indices layer * N + neuron in order; score: of
-// each neuron, 0 for no match, null without words; waiting: true while chunks load.
-export function search(catalog, query) {
+// each neuron, 0 for no match, null without words; waiting: true while chunks load. Of selected
+// tokens also tallyOf and classOf a neuron. skip: whether first tokens are left out.
+export function search(catalog, query, side, skip) {
   const overview = catalog.chunk("overview");
   if (!overview || overview.error) return { waiting: !overview, error: overview?.error, found: [] };
   const words = query.words.trim().toLowerCase();
-  const matched = words ? matches(catalog, overview, query, words) : { score: null };
+  let matched = { score: null };
+  try {
+    if (query.where === "selected") matched = ranked(catalog, overview, query, side, skip);
+    else if (words) matched = matches(catalog, overview, query, words);
+  } catch (error) {
+    matched = { error: error.message }; // no pattern
+  }
   if (matched.waiting || matched.error) return { ...matched, found: [] };
   const { score } = matched;
   const found = ordered(overview, query.sort).filter(
-    (index) => (!score || score[index]) && isInside(overview, query, index),
+    (index) => (!score || score[index] > 0) && isInside(overview, query, index),
   );
   if (score && query.sort === "match") found.sort((a, b) => score[b] - score[a]); // is stable
-  return { found, score };
+  return { ...matched, found };
 }
 
 // Whether a neuron is in the layer, and alive or dead, as the query has it.
-function isInside({ N, L, fires }, { within, state }, index) {
+function isInside({ N, L, fires }, { where, within, state }, index) {
   const exists = within !== null && within < L; // an address may ask for more
   if (exists && Math.floor(index / N) !== within) return false;
-  return !fires || state === "all" || fires[index] > 0 === (state === "alive");
+  if (!fires || where === "selected" || state === "all") return true;
+  return fires[index] > 0 === (state === "alive");
 }
 
 // All neurons by falling size; equal ones by number. Each order is computed once.
@@ -68,17 +88,21 @@ function matches(catalog, overview, { where }, words) {
     if (!overview.fires) return { error: "There are no examples without an aggregate." };
     const text = catalog.chunk("text");
     if (!text || text.error) return { waiting: !text, error: text?.error };
-    text.search ??= new TextSearch(text, overview);
-    return { score: text.search.count(words, where === "fires") };
+    return { score: countPlaces(text, overview, words, where === "fires") };
   }
   const score = new Float32Array(overview.L * overview.N);
   if (where === "note") {
+    const none = { score: {}, classOf() {} };
+    const ranks = overview.fires ? ranked(catalog, overview, BEST_EXAMPLES, {}, true) : none;
+    const automatic = (at) => labelled(overview, at, ranks.score[at], ranks.classOf(at));
     const note = (at) => catalog.note(Math.floor(at / overview.N), at % overview.N);
-    return { score: score.map((_, at) => note(at).toLowerCase().includes(words)) };
+    const label = (at) => note(at) || automatic(at);
+    if (ranks.waiting || ranks.error) return ranks;
+    return { score: score.map((_, at) => label(at).toLowerCase().includes(words)), label };
   }
   if (!overview.about.words)
     return { error: "Promoted words are known only where there is a model with its last norm." };
-  const layers = Array.from({ length: overview.L }, (_, n) => catalog.chunk(`words-${n}`));
+  const layers = chunksOf(catalog, overview, "words");
   const wrong = layers.find((chunk) => chunk?.error);
   if (wrong || layers.includes(undefined)) return { waiting: !wrong, error: wrong?.error };
   const small = (text) => text.trim().toLowerCase();
@@ -103,63 +127,92 @@ function scoreWords(score, { header, arrays: { word, change } }, half, fits) {
   }
 }
 
-// The text around all examples as one string of small letters.
-class TextSearch {
-  constructor(text, overview) {
-    Object.assign(this, { text, overview });
-    const small = text.strings.map((one) => one.toLowerCase());
-    const size = text.token.length;
-    const parts = new Array(size);
-    this.offset = new Uint32Array(size + 1); // of each token in the string
-    for (let at = 0; at < size; at++) {
-      const end = text.last[at] === at ? "\n\0" : ""; // no words go on over a gap
-      parts[at] = small[text.token[at]] + end;
-      this.offset[at + 1] = this.offset[at] + parts[at].length;
-    }
-    this.joined = parts.join("");
+// In how many of its examples each neuron has the words: where it fires, or anywhere in them. Whole
+// words count, and parts of words only where no whole one is there.
+function countPlaces(text, overview, words, fires) {
+  const whole = text.mark(patternOf(words, true));
+  const marked = whole.includes(1) ? whole : text.mark(patternOf(words, false));
+  const sums = new Uint32Array(marked.length + 1); // of the tokens before each
+  marked.forEach((mark, at) => (sums[at + 1] = sums[at] + mark));
+  const { before, after } = fires ? { before: 0, after: 0 } : overview.about;
+  const each = overview.places;
+  const score = new Float32Array(overview.L * overview.N);
+  for (let place = 0; place < text.at.length; place++) {
+    const at = text.at[place] - 1;
+    if (at < 0) continue;
+    const [from, to] = text.around(at, before, after);
+    if (sums[to + 1] > sums[from]) score[Math.floor(place / each)]++;
   }
+  return score;
+}
 
-  // In how many of its examples each neuron has the words: where it fires, or anywhere in them.
-  count(words, fires) {
-    const { text, overview } = this;
-    const whole = this.occurrences(words, true);
-    const marked = this.mark(whole.length ? whole : this.occurrences(words, false), words.length);
-    const { before, after } = fires ? { before: 0, after: 0 } : overview.about;
-    const each = overview.places;
-    const score = new Float32Array(overview.L * overview.N);
-    for (let index = 0; index < score.length; index++)
-      for (let place = index * each; place < (index + 1) * each; place++) {
-        const at = text.at[place] - 1;
-        if (at < 0) continue;
-        const [from, to] = text.around(at, before, after);
-        if (marked[to + 1] > marked[from]) score[index]++;
-      }
-    return score;
+// How well each neuron tells the selected tokens from the others: phi, the tally behind it, and the
+// class where each neuron has its own.
+function ranked(catalog, overview, query, side, skip) {
+  const { counts } = overview;
+  const inPassage = side.T > 0 && query.over === "passage";
+  const wrong = !inPassage && whyNoExamples(overview, query);
+  if (wrong) return { error: wrong };
+  const layers = inPassage ? [] : chunksOf(catalog, overview, "layer");
+  const chunks = inPassage ? [] : [catalog.chunk("text"), ...layers];
+  const broken = chunks.find((chunk) => chunk?.error);
+  if (broken || chunks.includes(undefined)) return { waiting: !broken, error: broken?.error };
+  const text = inPassage ? side.tokens : chunks[0];
+  const every = range(0, overview.L * overview.N - 1);
+  const tallied = (members) =>
+    inPassage
+      ? tallyPassage(side, members, skip)
+      : tallyExamples(overview, text, layers, (token) => members[token], skip, every);
+  if (query.selected !== BEST) {
+    const tally = tallied(text.select(query.selected, query, counts));
+    return { score: tally.tokens.map((_, index) => tally.phi(index)), tallyOf: () => tally };
   }
+  const score = new Float64Array(overview.L * overview.N);
+  const best = new Array(score.length);
+  for (const name of SELECTIONS.slice(1)) {
+    const tally = tallied(text.members(name, counts));
+    if (inPassage && tally.members[0] < FEWEST) continue;
+    score.forEach((highest, index) => {
+      const phi = tally.phi(index);
+      if (phi > highest) [score[index], best[index]] = [phi, { tally, name }];
+    });
+  }
+  return { score, tallyOf: (index) => best[index].tally, classOf: (index) => best[index]?.name };
+}
 
-  // How many tokens before each one have a part of the words.
-  mark(starts, length) {
-    const marked = new Uint32Array(this.offset.length);
-    let token = 0;
-    for (const start of starts) {
-      while (this.offset[token + 1] <= start) token++;
-      for (let at = token; this.offset[at] < start + length; at++) marked[at + 1] = 1;
-    }
-    for (let at = 1; at < marked.length; at++) marked[at] += marked[at - 1];
-    return marked;
-  }
+function whyNoExamples({ fires }, { selected }) {
+  if (!fires) return "There are no examples without an aggregate.";
+  if (isList(selected)) return "These tokens are of the passage; choose a class or a pattern.";
+  return null;
+}
 
-  // Where the words begin; whole: no letter or digit goes on before or after them.
-  occurrences(words, whole) {
-    const { joined } = this;
-    const ends = [WORDY.test(words[0]), WORDY.test(words.at(-1))];
-    const starts = [];
-    for (let at = joined.indexOf(words); at >= 0; at = joined.indexOf(words, at + 1)) {
-      const cut =
-        (ends[0] && at > 0 && WORDY.test(joined[at - 1])) ||
-        (ends[1] && WORDY.test(joined[at + words.length] ?? ""));
-      if (!whole || !cut) starts.push(at);
-    }
-    return starts;
-  }
+// Automatic labels: the class that a neuron clearly tells apart over its examples, with its phi; the
+// tokens where it fires most; and words that it promotes.
+function labelled(overview, index, phi, name, promotes = []) {
+  const quoted = (words) => words.map((word) => `\u201c${word.trim()}\u201d`).join(" ");
+  const parts = [
+    phi >= CLEAR && `${name}, phi ${phi.toFixed(2)}`,
+    overview.fires?.[index] > 0 && `fires at ${quoted(overview.peaksOf(index).slice(0, 3))}`,
+    promotes.length > 0 && `promotes ${quoted(promotes.slice(0, 3))}`,
+  ];
+  return parts.filter(Boolean).join("; ");
+}
+
+// promotes: words. Undefined while chunks load, or where there is no aggregate.
+export function labelOf(catalog, layer, neuron, promotes) {
+  const { overview, text } = { overview: catalog.chunk("overview"), text: catalog.chunk("text") };
+  const layers = { [layer]: catalog.chunk(`layer-${layer}`) };
+  if (!overview?.fires || !text?.token || !layers[layer]?.arrays) return undefined;
+  const index = layer * overview.N + neuron;
+  const phiOf = (name) => {
+    const isMember = text.test(name, overview.counts);
+    return tallyExamples(overview, text, layers, isMember, true, [index]).phi(0);
+  };
+  const phis = SELECTIONS.slice(1).map((name) => [phiOf(name), name]);
+  const best = phis.reduce((one, other) => (other[0] > one[0] ? other : one));
+  return labelled(overview, index, ...best, promotes);
+}
+
+function chunksOf(catalog, { L }, kind) {
+  return range(0, L - 1).map((layer) => catalog.chunk(`${kind}-${layer}`));
 }

@@ -1,12 +1,12 @@
 // The selection: the model's traits, which Python shares, and the place under the pointer.
 
+import { BEST } from "./classes.js";
 import { QUERY } from "./search.js";
 
 const SELECTION = { side: 0, token: null, layer: null, neuron: null };
-const BEGIN = { ...SELECTION, colour: "count", scale: "all", layers: null };
-const COLOURING =
-  "colour scale limit layers skip_first compression difference".split(" ");
-export const TRAITS = [...Object.keys(SELECTION), ...COLOURING];
+const BEGIN = { ...SELECTION, colour: "count", layers: null };
+const COLOURING = "colour layers skip_first difference".split(" ");
+export const TRAITS = [...Object.keys(SELECTION), ...COLOURING, ...Object.keys(QUERY)];
 
 export class State {
   constructor(model) {
@@ -14,7 +14,6 @@ export class State {
     this.header = null; // until the passage is unpacked
     this.sides = [];
     this.peek = null; // { side, token, layer } or { side, layer, neuron } under the pointer
-    this.query = model.query ?? { ...QUERY }; // a page keeps it in its address
   }
 
   get(name) {
@@ -26,15 +25,28 @@ export class State {
     return COLOURING.map((trait) => this.get(trait)).join();
   }
 
-  ask(changes) {
-    Object.assign(this.query, changes);
-    if (this.model.query) this.model.save_changes();
+  // The search. The widget's model learns of it when it changes, and Python never.
+  get query() {
+    const part = ([name, begin]) => [name, this.get(name) ?? begin];
+    return Object.fromEntries(Object.entries(QUERY).map(part));
+  }
+
+  // Of each token of a passage whether the search is for neurons that tell it from others; null if
+  // none is selected.
+  membersOf(side) {
+    const { finding, where, selected } = this.query;
+    if (!finding || where !== "selected" || selected === BEST) return null;
+    try {
+      return side.tokens.select(selected, this.query, side.catalog.chunk("overview")?.counts);
+    } catch {
+      return null; // no pattern
+    }
   }
 
   // Without a neuron nothing can be coloured by one.
   put(changes) {
     if (changes.neuron === null && this.get("colour") === "neuron")
-      changes = { colour: "count", scale: "all", ...changes };
+      changes = { colour: "count", ...changes };
     for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
     this.model.save_changes();
   }
@@ -93,12 +105,6 @@ export class State {
     return colour === "neuron" && !shown ? "count" : colour;
   }
 
-  // The tokens that share a scale; a neuron under the pointer has a scale of its own.
-  scaling(how) {
-    if (how === "neuron") return this.get("colour") === "neuron" ? this.get("scale") : "neuron";
-    return how === "count" && this.get("scale") === "layer" ? "layer" : "all";
-  }
-
   // The selected token, or the one of this side that stands for it.
   pinned(side, { side: own, token } = this.selected()) {
     return (token ?? side.T) < side.T && this.standsFor(own, side) ? token : null;
@@ -114,11 +120,6 @@ export class State {
     return this.get("difference") && this.header.aligned && side === right ? left : null;
   }
 
-  capacity() {
-    const compression = this.get("compression");
-    return compression ? Math.floor(this.header.tile / compression) - 1 : Infinity;
-  }
-
   choose(side, changes) {
     this.put({ side: side.number, ...changes });
   }
@@ -130,8 +131,7 @@ export class State {
   }
 
   chooseNeuron(side, layer, neuron, changes = {}) {
-    const scale = this.get("colour") === "neuron" ? {} : { scale: "neuron" };
-    this.choose(side, { layer, neuron, colour: "neuron", ...scale, ...changes });
+    this.choose(side, { layer, neuron, colour: "neuron", ...changes });
   }
 
   goTo(view) {

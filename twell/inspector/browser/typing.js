@@ -17,7 +17,7 @@ export class Typing {
     const about = { rows: "2", spellcheck: "false", dir: "auto", "aria-label": "text to run" };
     this.boxes = texts.map(() => element("textarea.tw-type", { ...about, placeholder, oninput }));
     this.message = element("div.tw-error", { role: "status" });
-    this.nodes = [this.boxes.length > 0 && element("div.tw-typing", this.boxes), this.message];
+    this.nodes = [element("div.tw-typing", this.boxes), this.message];
   }
 
   // One run at a time: what is typed meanwhile waits for its end.

@@ -4,12 +4,11 @@
 import { isDark, themeOf } from "./colours.js";
 import { bar } from "./bar.js";
 import { Browse } from "./browse.js";
-import { Cards, modelFacts, tokenTitle } from "./cards.js";
+import { Cards, modelFacts } from "./cards.js";
 import { Catalog } from "./catalog.js";
 import { changeStrip } from "./compare.js";
 import { meanOf, unpack } from "./data.js";
-import { element, refill, renew } from "./elements.js";
-import { KEYS, pressed } from "./keyboard.js";
+import { element, renew } from "./elements.js";
 import { ActivityMap } from "./map.js";
 import { Passage } from "./passage.js";
 import { State, TRAITS } from "./state.js";
@@ -33,15 +32,11 @@ export class View {
     this.head = element("div");
     this.bar = element("div");
     this.sides = element("div.tw-sides");
-    const keys = KEYS.map(([key, act]) => element("span", element("kbd", key), ` ${act}`));
-    const main = element("div.tw-main", this.sides, this.cards.box);
-    this.body = [
-      ...[this.bar, this.typing.nodes],
-      element("div.tw-body", main, this.browse.node),
-      element("div.tw-keys", keys, this.cards.spoken),
-    ];
+    const left = element("div.tw-left", this.sides, this.browse.node);
+    const right = element("div.tw-right", this.cards.box);
+    this.body = [this.bar, ...this.typing.nodes, element("div.tw-body", left, right)];
     // JupyterLab leaves keys alone below this attribute.
-    const about = { "data-lm-suppress-shortcuts": "true", tabindex: "-1" };
+    const about = { "data-lm-suppress-shortcuts": "true" };
     this.root = element("div.twell", about, this.head);
     parent.append(this.root);
     this.life = new AbortController();
@@ -51,8 +46,6 @@ export class View {
 
   listen(model) {
     const { signal } = this.life;
-    const key = (event) => pressed(event, this.focused(event.target), this.state);
-    (model.keys ?? this.root).addEventListener("keydown", key, { signal });
     // What was clicked or typed is drawn before the reader can go on to the next control.
     for (const act of ["click", "change"])
       this.root.addEventListener(act, () => this.drawing && this.update(), { signal });
@@ -70,10 +63,6 @@ export class View {
     for (const trait of ["token", "side"]) on(`change:${trait}`, () => (this.reveal = true));
     for (const trait of ["busy", "error", "texts"]) on(`change:${trait}`, () => this.typing.show());
     on("change:data", () => this.load());
-    on("change:query", () => {
-      this.browse.node.open = this.state.query.finding;
-      this.schedule();
-    });
     on("msg:custom", (answer, buffers) => this.answered(answer, buffers));
   }
 
@@ -92,17 +81,14 @@ export class View {
       Object.assign(this.state, { header, sides });
       for (const side of sides) side.catalog = this.catalogOf(side);
     } catch (error) {
-      const old = typeof DecompressionStream === "undefined";
-      const why = old ? "it needs a browser of 2024 or later" : error.message;
-      refill(this.root, element("p.tw-empty", `The passage cannot be shown: ${why}.`));
-      return;
+      const why = `The passage cannot be shown: ${error.message}.`;
+      return this.root.replaceChildren(element("p.tw-empty", why));
     }
     this.build();
   }
 
   // It outlives the passage. Two texts under one model have one.
-  catalogOf({ number, about }) {
-    if (about.aggregate === null && !about.words) return null;
+  catalogOf({ number }) {
     const of = this.state.header.same ? 0 : number;
     if (!this.catalogs.has(of)) {
       const { model } = this.state;
@@ -148,14 +134,12 @@ export class View {
     this.built++;
     const layout = sides.length === 2 ? "tw-two" : sides[0].T ? "tw-one" : "tw-nothing";
     this.root.className = `twell ${layout}`;
-    if (!this.bar.isConnected) refill(this.root, this.head, this.body);
+    if (!this.bar.isConnected) this.root.replaceChildren(this.head, ...this.body);
     this.parts = sides.map((side) =>
       side.T ? { passage: new Passage(this, side), map: new ActivityMap(this, side) } : null,
     );
-    this.sections = sides.map((side, n) =>
-      element("section.tw-side", this.nodesOf(side, this.parts[n])),
-    );
-    refill(this.sides, this.sections);
+    const sections = sides.map((side, n) => element("section", this.nodesOf(side, this.parts[n])));
+    this.sides.replaceChildren(...sections);
     this.reveal = true;
     this.typing.show();
     this.update();
@@ -167,7 +151,8 @@ export class View {
     if (part) return [facts, part.passage.nodes, part.map.nodes];
     const runs = this.state.get("runs");
     const empty = runs ? "There is no text yet: type one above." : "The text is empty.";
-    return [facts, (runs || !side.catalog) && element("p.tw-empty", empty)];
+    const bare = side.about.aggregate === null && !side.about.words;
+    return [facts, (runs || bare) && element("p.tw-empty", empty)];
   }
 
   facts(side) {
@@ -183,7 +168,7 @@ export class View {
       ...(overview?.about ? modelFacts(overview) : []),
     ];
     const quiet = element("span.tw-quiet", facts.filter(Boolean).join(" \u00b7 "));
-    return element("div.tw-name", element("b", name), quiet);
+    return element("div.tw-name", element("h1", name), quiet);
   }
 
   heading() {
@@ -216,10 +201,10 @@ export class View {
     // A box that leaves the page while it is drawn takes what was typed in it.
     if (this.updating) return this.schedule();
     this.updating = true;
-    const focused = this.root.contains(this.active());
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
     const shown = [this.built, state.selected().neuron === null, state.colours()].join();
-    renew(this.head, [["head", [this.built, known].join(), () => this.heading()]]);
+    const asked = [this.built, known, JSON.stringify(state.query)].join();
+    renew(this.head, [["head", asked, () => this.heading()]]);
     renew(this.bar, [["bar", shown, () => bar(state)]]);
     for (const part of this.parts) {
       part?.passage.paint();
@@ -227,8 +212,6 @@ export class View {
     }
     this.cards.show();
     this.browse.show();
-    // A card that closed had the focus: keys go on working.
-    if (focused && !this.root.contains(this.active())) this.root.focus({ preventScroll: true });
     this.updating = false;
     this.reveal = false; // the selected token comes into sight when it has changed,
     this.keepPlace = false; // unless it was selected there
@@ -238,19 +221,12 @@ export class View {
     return this.root.getRootNode().activeElement;
   }
 
-  // The side where a node stands, else the selected one.
-  focused(node) {
-    const number = this.sections?.findIndex((section) => section.contains(node));
-    return this.state.sides[number] ?? this.state.selected().side;
-  }
-
   // The pointer is on a token, and in the map in a layer; or it left.
-  hover(side, token, event, layer) {
+  hover(side, token, layer) {
     const before = this.state.peek;
     const peek = token === undefined ? null : { side, token, layer };
     if (["side", "token", "layer"].every((name) => before?.[name] === peek?.[name])) return;
     this.peek(peek);
-    if (peek) event.currentTarget.title = tokenTitle(this.state);
   }
 
   peek(peek) {

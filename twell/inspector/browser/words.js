@@ -13,6 +13,10 @@ export function number(value) {
   return size >= 1000 ? integer(Math.round(value)) : String(Number(value.toPrecision(3)));
 }
 
+export function range(first, last) {
+  return Array.from({ length: last - first + 1 }, (_, n) => first + n);
+}
+
 const MINUS = "\u2212"; // as wide as a plus
 
 // The same number of digits everywhere in a column, with a sign.
