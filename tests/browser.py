@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from importlib.resources import files
 
 import pytest
 
@@ -170,12 +170,9 @@ def go_to(page, address):
     settle(page)
 
 
-AXE = (Path(__file__).parent / "axe" / "axe.min.js").read_text(encoding="utf-8")
-
-
 def violations(page) -> list[str]:
     """What axe-core finds wrong: the rule, and the elements."""
-    page.evaluate(AXE)
+    page.evaluate((files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8"))
     # The fragment of a test's page: a site gives the page its landmarks.
     result = page.evaluate("() => axe.run(document, {resultTypes: ['violations']})")
     return [
