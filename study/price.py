@@ -48,21 +48,15 @@ def evaluate_run(run: Path, folder: Path) -> list[dict]:
 
     config = TrainConfig.load(run / "config.yaml")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    texts = {
-        name: corpus.prepare(
-            str(folder / path),
-            vocab_size=config.vocab_size,
-            cache=cache_folder(),
-            valid_source=str(folder / path),
-            tokenizer=config.tokenizer,
-            parse_special=config.parse_special,
-        ).valid
-        for name, path in PLAN["texts"].items()
-    }
-    names = [f"model-at-{end * config.batch_tokens}" for end in config.decays.values()]
-    ends = [*config.decays.values(), config.steps]
+    options = {"vocab_size": config.vocab_size, "tokenizer": config.tokenizer}
+    options |= {"parse_special": config.parse_special, "cache": cache_folder()}
+    texts = {}
+    for name, path in PLAN["texts"].items():
+        source = str(folder / path)
+        texts[name] = corpus.prepare(source, valid_source=source, **options).valid
+    ends = {f"model-at-{end * config.batch_tokens}": end for end in config.decays.values()}
     rows = []
-    for name, end in zip([*names, "model"], ends, strict=True):
+    for name, end in (ends | {"model": config.steps}).items():
         model = load(run / name)[0].to(device)
         for text, tokens in texts.items():
             with torch.autocast(device, torch.bfloat16, enabled=config.precision == "bf16"):
@@ -96,8 +90,7 @@ def interval(values: pd.Series, confidence: float) -> tuple[float, float, float]
     mean, number = float(np.mean(values)), len(values)
     if number < 2:
         return mean, np.nan, np.nan
-    limit = scipy.stats.t.ppf(0.5 + confidence / 2, number - 1) * scipy.stats.sem(values)
-    return mean, mean - limit, mean + limit
+    return mean, *scipy.stats.t.interval(confidence, number - 1, mean, scipy.stats.sem(values))
 
 
 def prices(rows: pd.DataFrame) -> pd.DataFrame:
@@ -149,7 +142,6 @@ def main() -> None:
     keep_run(given.run, given.out, command)
     for folder in given.run.glob("model*"):
         shutil.rmtree(folder)
-    print(pd.DataFrame(rows).to_string(index=False), flush=True)
 
 
 if __name__ == "__main__":

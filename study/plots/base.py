@@ -145,7 +145,6 @@ def draw_title(figure: Figure, title: str, conditions: str = "") -> None:
     text, look = "\n".join([*lines, *room * [" "]]), {"ha": "left", "linespacing": spacing}
     height += spacing * large * (len(lines) + room)
     figure.set_figheight(height / 72)
-    # Without y, which would take it out of the layout.
     figure.suptitle(text, x=0.01, fontsize=large, fontweight="bold", **look)
     place = 0.01, 0.98 - len(lines) * spacing * large / height
     look |= {"va": "top", "fontsize": small, "color": "0.35", "parse_math": False}
