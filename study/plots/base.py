@@ -4,7 +4,6 @@ Every figure is built without pyplot. The same inputs give the same bytes.
 """
 
 import io
-import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -138,17 +137,16 @@ def caption(figure: Figure, *sentences: str) -> None:
 def draw_title(figure: Figure, title: str, conditions: str = "") -> None:
     """Write a message above a figure, and below it, smaller, what all panels share."""
     width, height = 72 * figure.get_size_inches()  # points
-    large, small, spacing = 9, 6.5, 1.2
-    lines = _wrapped(title, 1.08 * large, width)  # bold letters are wider
-    shared = _wrapped(conditions, small, 0.95 * width) if conditions else []
-    room = math.ceil(len(shared) * small / large)
-    text, look = "\n".join([*lines, *room * [" "]]), {"ha": "left", "linespacing": spacing}
-    height += spacing * large * (len(lines) + room)
-    figure.set_figheight(height / 72)
-    figure.suptitle(text, x=0.01, fontsize=large, fontweight="bold", **look)
-    place = 0.01, 0.98 - len(lines) * spacing * large / height
-    look |= {"va": "top", "fontsize": small, "color": "0.35", "parse_math": False}
-    figure.text(*place, "\n".join(shared), **look)
+    lines = [(line, 9, "bold") for line in _wrapped(title, 9.7, width)]  # bold letters are wider
+    lines += [(line, 6.5, "normal") for line in _wrapped(conditions, 6.5, 0.95 * width) if line]
+    figure.title_room = room = 1.3 * sum(size for _, size, _ in lines) + 4
+    figure.set_figheight((height + room) / 72)
+    figure.get_layout_engine().set(rect=(0, 0, 1, height / (height + room)))
+    y = height + room - 2
+    for line, size, weight in lines:
+        look = {"fontsize": size, "fontweight": weight, "va": "top", "parse_math": False}
+        figure.text(0.01, y / (height + room), line, **look)
+        y -= 1.3 * size
 
 
 def draw_caption(figure: Figure) -> None:
@@ -158,9 +156,9 @@ def draw_caption(figure: Figure) -> None:
     text = figure.caption.replace(" = ", "\u00a0=\u00a0")  # no line breaks there
     lines = _wrapped(text, size, 0.95 * (72 * width - 2 * margin))  # letters differ by resolution
     room = (1.3 * size * len(lines) + 2 * margin) / 72
-    share = room / (height + room)
+    share, above = room / (height + room), getattr(figure, "title_room", 0) / 72 / (height + room)
     figure.set_size_inches(width, height + room)
-    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share))
+    figure.get_layout_engine().set(rect=(0, share, 1, 1 - share - above))
     for legend in figure.legends:
         if legend._outside_loc == "lower":  # between panels and caption
             legend.borderaxespad += 72 * room / legend.get_texts()[0].get_fontsize()
@@ -230,13 +228,13 @@ def save(figure: Figure, path: str | Path) -> Path:
 class Keep:
     """Saves the figures of a notebook in a folder, or nowhere.
 
-    folder: below the repository's root, None to save nothing. A call saves the picture and returns
-    the figure with its caption, which the notebook then shows and a reader can change; its label is
-    its name.
+    folder: below the repository's root, None to save nothing. titles: whether figures have their
+    message above, which is of recorded data. A call saves the picture and returns the figure with
+    its caption, which the notebook then shows and a reader can change; its label is its name.
     """
 
-    def __init__(self, folder: str | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | None, *, titles: bool = True) -> None:
+        self.folder, self.titles = folder, titles
 
     def __call__(self, figure: Figure | None, name: str, title: str = "") -> Figure | str:
         """Save the figure under `name`; None returns the sentence that nothing is recorded.
@@ -246,7 +244,7 @@ class Keep:
         if figure is None:
             return f"{name} is not drawn: nothing is recorded for it here."
         figure.set_label(name)
-        if title:
+        if title and self.titles:
             draw_title(figure, title, getattr(figure, "conditions", ""))
         if self.folder is not None:
             save(figure, results.root() / self.folder / name)
