@@ -1,10 +1,9 @@
 """Counts the activity of a model, and chooses the places in the text that show a neuron.
 
-`Counter` observes a first run of `tracing.watch`: exact counts, the strongest firings of each
-neuron and an even sample of them. `Near` observes a second run: the values at the tokens around
-these places. `Counter.finish` keeps as many places, and as many words around them, as the file may
-have. Neither batches nor the device change the counts. The samples depend on seed and order of
-tokens.
+`Counter` takes the batches of a first run: exact counts, the strongest firings of each neuron and
+an even sample of them. `Near` takes those of a second run: the values at the tokens around these
+places. `Counter.finish` keeps as many places, and as many words around them, as the file may
+have. Neither batches nor the device change the counts. The samples depend on the order of tokens.
 """
 
 from __future__ import annotations
@@ -105,8 +104,6 @@ class Counter:
         intermediate_size: int,
         vocab_size: int,
         context: int,
-        *,
-        seed: int = 0,
         device: torch.device | str = "cpu",
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -125,39 +122,60 @@ class Counter:
         self.both = zeros(*neurons, intermediate_size, dtype=torch.int32)
         unions = zeros(3, num_layers, len(BLOCKS))
         self.union_sum, self.union_max, self.union_active = unions
-        # For each layer: token and neuron of the entries in the unfinished largest block.
-        self.waiting = [zeros(2, 0)] * num_layers
+        # Of each layer, which neurons are active for the tokens of the unfinished largest block.
+        self.waiting = [zeros(0, intermediate_size, dtype=torch.float32)] * num_layers
         groups = num_layers * intermediate_size
         self.top = Best(groups, CONTEXTS[0].top, device)
         self.sample = Best(groups, SAMPLE, device)
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
 
-    def begin(self, ids: Tensor) -> None:
+    def add(
+        self, ids: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]], logprob: Tensor
+    ) -> None:
+        """Count a batch of `tracing.passes`; FloatingPointError for values that are not finite."""
         self.shape, self.ids = ids.shape, ids.reshape(-1)
         self.occurrences += torch.bincount(self.ids, minlength=len(self.occurrences))
         # One random key a token: a neuron's firings with the highest keys are an even sample, and
         # neurons share places, so that fewer words are stored.
         keys = self.random.random(len(self.ids)).astype(np.float32)
-        self.keys = torch.from_numpy(keys).to(ids.device)
+        keys = torch.from_numpy(keys).to(ids.device)
+        for layer, (token, neuron, value) in enumerate(layers):
+            # Zeros and ones, whose sums and products are exact in fp32.
+            active = torch.zeros(len(self.ids), self.intermediate_size, device=token.device)
+            active[token, neuron] = 1
+            self._count_tokens(layer, active)
+            self._count_values(layer, neuron, value)
+            rows = torch.cat([self.waiting[layer], active])
+            whole = len(rows) // BLOCKS[-1] * BLOCKS[-1]
+            self._count_blocks(layer, rows[:whole])
+            self.waiting[layer] = rows[whole:].clone()
+            group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
+            self.top.add(group, at, value.abs(), value)
+            self.sample.add(group, at, keys[token], value)
+        self.num_predicted += logprob[:, 1:].numel()
+        self.nll -= logprob[:, 1:].double().sum()
+        self.num_tokens += len(self.ids)
+        wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
+        if len(wrong):
+            layer = int(wrong[0])
+            raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
 
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        self.count_active(layer, token)
-        self.count_values(layer, neuron, value)
-        self.count_tiles(layer, token, neuron)
-        self._count_unions(layer, token, neuron)
-        self._count_pairs(layer, token, neuron)
-        group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
-        self.top.add(group, at, value.abs(), value)
-        self.sample.add(group, at, self.keys[token], value)
+    def _count_tokens(self, layer: int, active: Tensor) -> None:
+        numbers, size = active.sum(1).long(), self.intermediate_size
+        self.active_histogram[layer] += torch.bincount(numbers, minlength=size + 1)
+        self.token_active.index_add_(0, self.ids, numbers)
+        self.position_active[layer, : self.shape[1]] += numbers.view(self.shape).sum(0)
+        tiles = torch.nn.functional.pad(active, (0, -size % TILE_N)).view(len(active), -1, TILE_N)
+        in_tile = tiles.sum(2)
+        for n, compression in enumerate(COMPRESSIONS):
+            over = in_tile > TILE_N // compression - 1
+            self.overflow_rows[layer, n] += over.any(1).sum()
+            self.overflow_tiles[layer, n] += over.sum()
+        # Pairs of neurons, without first tokens. The product costs less than the layer.
+        later = active.view(*self.shape, -1)[:, 1:].flatten(0, 1)
+        self.both[layer] += (later.t() @ later).int()
 
-    def count_active(self, layer: int, token: Tensor) -> None:
-        active = torch.bincount(token, minlength=len(self.ids))
-        histogram = torch.bincount(active, minlength=self.intermediate_size + 1)
-        self.active_histogram[layer] += histogram
-        self.token_active.index_add_(0, self.ids, active)
-        self.position_active[layer, : self.shape[1]] += active.view(self.shape).sum(0)
-
-    def count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
+    def _count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
         size, magnitude = self.intermediate_size, value.abs()
         exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent, LOWEST)
         octave = exponent.clamp(LOWEST, HIGHEST) - LOWEST + WIDTH * (value < 0)
@@ -167,55 +185,18 @@ class Counter:
         self.abs_sum[layer].index_add_(0, neuron, magnitude.double())
         self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
 
-    def count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        shape = len(self.ids), -(-self.intermediate_size // TILE_N)
-        tile = token * shape[1] + neuron // TILE_N
-        in_tile = torch.bincount(tile, minlength=shape[0] * shape[1]).view(shape)
-        for n, compression in enumerate(COMPRESSIONS):
-            over = in_tile > TILE_N // compression - 1
-            self.overflow_rows[layer, n] += over.any(1).sum()
-            self.overflow_tiles[layer, n] += over.sum()
-
-    def _count_unions(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        start = self.num_tokens % BLOCKS[-1]
-        whole = (start + len(self.ids)) // BLOCKS[-1] * BLOCKS[-1]
-        batch = torch.stack([start + token, neuron])
-        token, neuron = torch.cat([self.waiting[layer], batch], 1)
-        done = token < whole
-        self._count_blocks(layer, token[done], neuron[done], whole)
-        self.waiting[layer] = torch.stack([token[~done] - whole, neuron[~done]])
-
-    def _count_blocks(self, layer: int, token: Tensor, neuron: Tensor, num_tokens: int) -> None:
-        num_smallest = -(-num_tokens // BLOCKS[0])
-        active = token.new_zeros(num_smallest, self.intermediate_size, dtype=torch.bool)
-        active[token // BLOCKS[0], neuron] = True
+    def _count_blocks(self, layer: int, active: Tensor) -> None:
         for n, block in enumerate(BLOCKS):
-            if num_blocks := num_tokens // block:  # whole blocks
-                smallest = active[: num_blocks * block // BLOCKS[0]]
-                sizes = smallest.view(num_blocks, -1, self.intermediate_size).any(1).sum(1)
+            whole = len(active) // block * block
+            blocks = active[:whole].view(-1, block, self.intermediate_size)
+            if whole:
+                sizes = blocks.amax(1).sum(1).long()
                 self.union_sum[layer, n] += sizes.sum()
                 self.union_max[layer, n] = torch.maximum(self.union_max[layer, n], sizes.max())
-                self.union_active[layer, n] += (token < num_blocks * block).sum()
-
-    def _count_pairs(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        """Count the tokens that activate each pair of neurons, without first tokens."""
-        later = token % self.shape[1] > 0
-        # A dense product of zeros and ones is exact in fp32, and costs less than the layer.
-        active = torch.zeros(len(self.ids), self.intermediate_size, device=token.device)
-        active[token[later], neuron[later]] = 1
-        self.both[layer] += (active.t() @ active).int()
-
-    def end(self, logprob: Tensor) -> None:
-        self.num_predicted += logprob[:, 1:].numel()
-        self.nll -= logprob[:, 1:].double().sum()
-        self.num_tokens += len(self.ids)
-        wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
-        if len(wrong):
-            layer = int(wrong[0])
-            raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
+                self.union_active[layer, n] += blocks.count_nonzero()
 
     def near(self, sequences: Sequence[Sequence[int]]) -> Near:
-        """Return the observer of a second run, at the places of the first of CONTEXTS."""
+        """Return what takes the second run, at the places of the first of CONTEXTS."""
         shape, wide = (self.num_layers, self.intermediate_size), CONTEXTS[0]
         sample = _at_quantiles(*self.sample.table(*shape), wide.quantiles)
         pairs = zip(self.top.table(*shape), sample, strict=True)
@@ -253,8 +234,8 @@ class Counter:
         self, sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
     ) -> dict:
         """Return the fields of an Aggregate that are counts."""
-        for layer, (token, neuron) in enumerate(self.waiting):
-            self._count_blocks(layer, token, neuron, self.num_tokens % BLOCKS[-1])
+        for layer, rows in enumerate(self.waiting):
+            self._count_blocks(layer, rows)
         counted = vars(self).keys() & Aggregate.arrays()
         counts = {name: getattr(self, name).cpu().numpy() for name in counted}
         octaves = _octaves(counts["value_histogram"], counts["max_abs"])
@@ -274,32 +255,26 @@ class Counter:
         number = CONTEXTS[0].together
         shape = self.num_layers, self.intermediate_size, number
         at, phi = np.full(shape, -1), np.zeros(shape, np.float32)
+        number = min(number, shape[1])
         for layer, counted in enumerate(self.both):
-            both = counted.double().cpu().numpy()
+            both = counted.double()
             fires = both.diagonal()
-            spread = np.sqrt(fires * (num_tokens - fires))
-            often = (fires >= OFTEN) & (spread > 0)
-            scale = np.where(often, spread, np.inf)
-            table = (both * num_tokens - np.outer(fires, fires)) / scale / scale[:, None]
-            np.fill_diagonal(table, 0)
-            kept = slice(min(number, len(table)))
-            best = np.argpartition(-table, kept.stop - 1, axis=-1)[:, kept]
-            values = np.take_along_axis(table, best, -1)
-            order = np.argsort(-values, axis=-1, kind="stable")
-            best, values = (np.take_along_axis(part, order, -1) for part in (best, values))
-            at[layer, :, kept] = np.where(values > 0, best, -1)
-            phi[layer, :, kept] = values.clip(0)
+            spread = (fires * (num_tokens - fires)).sqrt()
+            scale = torch.where((fires >= OFTEN) & (spread > 0), spread, torch.inf)
+            table = (both * num_tokens - torch.outer(fires, fires)) / scale / scale[:, None]
+            values, best = table.fill_diagonal_(0).topk(number)
+            at[layer, :, :number] = torch.where(values > 0, best, -1).cpu()
+            phi[layer, :, :number] = values.clamp(min=0).cpu()
         return at, phi
 
 
 class Near:
     """Keeps the values of neurons at the tokens around their places.
 
-    places [L, N, P]; max_abs [L, N]. It observes `held`, the sequences with a place.
+    places [L, N, P]; max_abs [L, N]. It takes the batches of `held`, the sequences with a place.
     """
 
     def __init__(self, places: Table, max_abs: np.ndarray, sequences: Sequence[Sequence[int]]):
-        _, _, self.before, self.after, _ = CONTEXTS[0]
         self.places, at = places, places[0]
         self.at, self.size = at.reshape(len(at), -1), at.shape[1:]
         self.unit = torch.from_numpy(np.where(max_abs > 0, max_abs, 1) / 127)
@@ -310,36 +285,33 @@ class Near:
         numbers = np.unique(self._sequence(at[at >= 0]))
         self.starts = self.bounds[numbers]
         self.held = [sequences[number] for number in numbers]
-        self.values = np.zeros((*self.at.shape, self.before + 1 + self.after), np.int8)
+        _, _, before, after, _ = CONTEXTS[0]
+        self.values = np.zeros((*self.at.shape, before + 1 + after), np.int8)
         self.done = 0
 
     def _sequence(self, at: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.bounds, at, side="right") - 1
 
-    def begin(self, ids: Tensor) -> None:
-        """Find the places of each layer in these sequences, and the tokens around them."""
-        number, length = ids.shape
-        starts = self.starts[self.done : self.done + number]
-        self.done += number
-        self.num_tokens, self.inside = ids.numel(), []
-        for at, order in zip(self.sorted, self.order, strict=True):
-            here = slice(*np.searchsorted(at, [starts[0], starts[-1] + length]))
-            sequence = np.searchsorted(starts, at[here], side="right") - 1
-            near = (at[here] - starts[sequence])[:, None] + np.arange(-self.before, self.after + 1)
-            outside = (near < 0) | (near >= length)
-            row = np.where(outside, self.num_tokens, sequence[:, None] * length + near)
-            self.inside.append((order[here], row))
+    def _around(self, at: np.ndarray, contexts: Contexts) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens around places [n, before + 1 + after], and which their sequence has."""
+        tokens = at[:, None] + np.arange(-contexts.before, contexts.after + 1)
+        sequence = self._sequence(at)[:, None]
+        return tokens, (tokens >= self.bounds[sequence]) & (tokens < self.bounds[sequence + 1])
 
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        code = (value / self.unit[layer].to(value.device)[neuron]).round()
-        code = torch.where(code == 0, value.sign(), code).to(torch.int8)
-        codes = code.new_zeros(self.num_tokens + 1, self.size[0])  # the last row is no token
-        codes[token, neuron] = code
-        place, row = self.inside[layer]
-        self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
-
-    def end(self, logprob: Tensor) -> None:
-        """Nothing: the first run has the probabilities."""
+    def add(self, ids: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        starts = self.starts[self.done : self.done + len(ids)]
+        self.done += len(ids)
+        batch = (starts[:, None] + np.arange(ids.shape[1])).reshape(-1)  # ascending
+        for layer, (token, neuron, value) in enumerate(layers):
+            code = (value / self.unit[layer].to(value.device)[neuron]).round()
+            code = torch.where(code == 0, value.sign(), code).to(torch.int8)
+            codes = code.new_zeros(len(batch) + 1, self.size[0])  # the last row is no token
+            codes[token, neuron] = code
+            here = slice(*np.searchsorted(self.sorted[layer], [batch[0], batch[-1] + 1]))
+            place = self.order[layer, here]
+            tokens, inside = self._around(self.sorted[layer, here], CONTEXTS[0])
+            row = np.where(inside, np.searchsorted(batch, tokens), -1)
+            self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
 
     def shown(self, contexts: Contexts) -> dict:
         """Return the fields of an Aggregate about places, for a row of CONTEXTS."""
@@ -354,11 +326,8 @@ class Near:
         around = slice(wide.before - contexts.before, wide.before + 1 + contexts.after)
         near = self.values.reshape(len(self.at), *self.size, -1)
         near = near[:, :, [*range(contexts.top), *columns], around]
-        place = np.unique(at[at >= 0])[:, None]
-        tokens = place + np.arange(-contexts.before, contexts.after + 1)
-        sequence = self._sequence(place)
-        same = (tokens >= self.bounds[sequence]) & (tokens < self.bounds[sequence + 1])
-        text_at = np.unique(tokens[same])
+        tokens, inside = self._around(np.unique(at[at >= 0]), contexts)
+        text_at = np.unique(tokens[inside])
         return {
             "top_at": top_at,
             "top_value": rounded(top_value),

@@ -1,19 +1,18 @@
-"""Traces and aggregates of sequences, texts and runs; the loss without single neurons.
-
-`watch` runs a model over sequences and hands the active entries of every layer to an observer.
-"""
+"""Traces and aggregates of sequences, texts and runs; the loss without single neurons."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse
 import torch
+from accelerate.utils import tqdm
+from scipy.sparse import csr_array
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -27,6 +26,7 @@ from twell.trace.records import Aggregate, Trace
 from twell.trace.texts import check_causal, cut, encode, load_with_tokenizer, token_strings
 from twell.train.text import run_text
 
+LayerEntries = tuple[Tensor, Tensor, Tensor]
 BATCH_TOKENS = 8192
 MAX_BYTES = 2_000_000
 # Compressed counts of a neuron at 1% active over 2^20 tokens (53 bytes at 50%). A model that would
@@ -34,83 +34,35 @@ MAX_BYTES = 2_000_000
 BYTES_A_NEURON = 32
 MOST_TOKENS = 2**20  # of a run's aggregate, by default
 COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
-SAY_EVERY = 5  # seconds between two lines about the progress
 
 
-class Progress:
-    """Says every five seconds how much is done, and how long the rest will take."""
+class Entries(Collector):
+    """Collects the active entries of each layer in a pass: token, neuron and h."""
 
-    def __init__(self, total: int, unit: str, say: Callable[[str], None] | None):
-        self.total, self.unit, self.say, self.done = total, unit, say, 0
-        self.start = self.said = time.perf_counter()
-
-    def add(self, number: int = 1) -> None:
-        """Note that `number` more are done."""
-        self.done += number
-        now = time.perf_counter()
-        if self.say and now - self.said > SAY_EVERY:
-            speed = self.done / (now - self.start)
-            minutes, seconds = divmod(int(max(self.total - self.done, 0) / speed), 60)
-            done = f"{self.done:,} of {self.total:,} {self.unit}"
-            self.say(f"{done}  {speed:,.1f}/s  {minutes}:{seconds:02d} left")
-            self.said = now
-
-    def over(self, items: Iterable, size: Callable[[Any], int] = lambda item: 1) -> Iterator:
-        """Yield the items, and note each as done when the next one is requested."""
-        for item in items:
-            yield item
-            self.add(size(item))
-
-
-class Watcher(Collector):
-    """Hands the active entries of layers to an observer."""
-
-    def __init__(self, ffns: Sequence[SparseFFN], observer: Any):
+    def __init__(self, ffns: Sequence[SparseFFN]):
         super().__init__(ffns, hidden=True)
-        self.observer, self.number = observer, {id(ffn): n for n, ffn in enumerate(ffns)}
-        self.seen: set[int] = set()  # the layers of a batch
+        self.by_layer: dict[SparseFFN, LayerEntries] = {}
 
     def see(self, ffn: SparseFFN, g: Tensor, h: Tensor) -> None:
-        self.seen.add(id(ffn))
         token, neuron = (g != 0).nonzero(as_tuple=True)
-        self.observer.layer(self.number[id(ffn)], token, neuron, h[token, neuron].float())
-
-    def end(self, logprob: Tensor) -> None:
-        """End a batch. Raises RuntimeError where a layer showed nothing."""
-        missing = [n for key, n in self.number.items() if key not in self.seen]
-        if missing:
-            raise RuntimeError(
-                f"layer {missing[0]} showed no activity, as under torch.compile; "
-                "trace the model before it is compiled"
-            )
-        self.seen.clear()
-        self.observer.end(logprob)
-
-
-def watch(
-    model: PreTrainedModel, sequences: Iterable[Sequence[int]], batch: int, observer: Any
-) -> None:
-    """Run sequences of token ids through the model, in batches of one length.
-
-    For each batch it calls the observer's begin(ids), with int64 [B, S]; for every layer
-    layer(layer, token, neuron, value) with its n active entries: token and neuron int64 [n],
-    ascending, tokens numbered from 0 in the batch, and their h, float32 [n]; and end(logprob), with
-    fp32 [B, S], NaN for the first token of each sequence. Raises ValueError for a token that the
-    model does not have, and for an empty sequence, and RuntimeError for compiled layers.
-    """
-    with Watcher(sparse_ffns(model), observer) as watcher:
-        score(model, sequences, batch, watcher.end, observer.begin)
+        self.by_layer[ffn] = token, neuron, h[token, neuron].float()
 
 
 @torch.no_grad()
-def score(
+def passes(
     model: PreTrainedModel,
     sequences: Iterable[Sequence[int]],
     batch: int,
-    end: Callable[[Tensor], object],
-    begin: Callable[[Tensor], object] = lambda ids: None,
-) -> None:
-    """Run the model as `watch` does, but only call an observer's `begin` and `end`."""
+    ffns: Sequence[SparseFFN] = (),
+) -> Iterator[tuple[Tensor, list[LayerEntries], Tensor]]:
+    """Run sequences of token ids through the model, in batches of one length.
+
+    Yields for each batch its ids, int64 [B, S]; of each of `ffns` the n active entries: token and
+    neuron int64 [n], ascending, tokens numbered from 0 in the batch, and their h, float32 [n]; and
+    log p of each token, fp32 [B, S], NaN for the first one of each sequence. Raises ValueError for
+    a token that the model does not have, and for an empty sequence, and RuntimeError for compiled
+    layers.
+    """
     check_causal(model)
     training, size = model.training, model.config.vocab_size
     model.eval()
@@ -121,10 +73,18 @@ def score(
                 if not 0 <= token < size:
                     known = f"the model has tokens 0 to {size - 1}"
                     raise ValueError(f"token {token} does not exist: {known}")
-            begin(ids)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            entries = Entries(ffns)
+            with entries if ffns else nullcontext():  # an open collector costs every layer
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            for number, ffn in enumerate(ffns):
+                if ffn not in entries.by_layer:
+                    raise RuntimeError(
+                        f"layer {number} showed no activity, as under torch.compile; "
+                        "trace the model before it is compiled"
+                    )
             logprob = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-            end(torch.nn.functional.pad(logprob, (1, 0), value=float("nan")))
+            logprob = torch.nn.functional.pad(logprob, (1, 0), value=float("nan"))
+            yield ids, [entries.by_layer[ffn] for ffn in ffns], logprob
     finally:
         model.train(training)
 
@@ -138,57 +98,41 @@ def same_length(sequences: Iterable[Sequence[int]], batch: int) -> Iterator[list
             yield group
 
 
+def _with_bar(items: Sequence, unit: str, shown: bool) -> Iterable:
+    return tqdm(items, unit=f" {unit}", mininterval=5, disable=not shown)
+
+
 # --- records of sequences, texts and runs
-
-
-class Recorder:
-    """An observer that keeps every active entry."""
-
-    def __init__(self, num_layers: int, intermediate_size: int):
-        self.dtype = Trace.dtype(intermediate_size)
-        # For each layer and batch: active neurons of each token, indices, values.
-        self.layers: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(num_layers)]
-        self.logprob: list[np.ndarray] = []
-
-    def begin(self, ids: Tensor) -> None:
-        self.num_tokens = ids.numel()
-
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        counts = torch.bincount(token, minlength=self.num_tokens)
-        counts, neuron, value = (t.cpu().numpy() for t in (counts, neuron, value))
-        self.layers[layer].append((counts, neuron.astype(self.dtype), value))
-
-    def end(self, logprob: Tensor) -> None:
-        self.logprob.append(logprob.reshape(-1).cpu().numpy())
 
 
 def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
     """Return the trace of sequences, without the strings of their tokens."""
     ffns = sparse_ffns(model)
     size = ffns[0].intermediate_size
-    recorder = Recorder(len(ffns), size)
-    watch(model, sequences, batch, recorder)
-    parts = [part for layer in recorder.layers for part in layer]
-    counts, indices, values = (
-        _concatenate([part[n] for part in parts], dtype)
-        for n, dtype in enumerate((np.int64, recorder.dtype, np.float32))
-    )
-    token_ids, lengths = _concatenate(sequences, np.int32), list(map(len, sequences))
+    # Of each layer the batches [T, N].
+    parts: list[list[csr_array]] = [[] for _ in ffns]
+    logprobs = [np.zeros(0, np.float32)]
+    for ids, layers, logprob in passes(model, sequences, batch, ffns):
+        logprobs.append(logprob.reshape(-1).cpu().numpy())
+        for part, (token, neuron, value) in zip(parts, layers, strict=True):
+            ends = torch.bincount(token, minlength=ids.numel()).cumsum(0)
+            ends, neuron, value = (t.cpu().numpy() for t in (ends, neuron.int(), value))
+            part.append(csr_array((value, neuron, np.append(0, ends)), (ids.numel(), size)))
+    none = csr_array((0, size), dtype=np.float32)
+    h = scipy.sparse.vstack([none, *itertools.chain(*parts)], format="csr")
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    token_ids = np.fromiter(itertools.chain(*sequences), np.int32)
     return Trace(
         token_ids=token_ids,
         strings=[""] * len(token_ids),
-        logprob=_concatenate(recorder.logprob, np.float32),
+        logprob=np.concatenate(logprobs),
         sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        position=_concatenate(map(np.arange, lengths), np.int32),
-        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        indices=indices,
-        values=values,
+        position=np.fromiter(itertools.chain(*map(range, lengths)), np.int32),
+        indptr=h.indptr.astype(np.int64),
+        indices=h.indices.astype(Trace.dtype(size)),
+        values=h.data,
         intermediate_size=size,
     )
-
-
-def _concatenate(arrays: Iterable, dtype: np.dtype) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
 
 
 def trace_tokens(
@@ -234,19 +178,17 @@ def aggregate(
     tokenizer: PreTrainedTokenizerBase,
     sequences: Sequence[Sequence[int]],
     *,
-    seed: int = 0,
     max_bytes: int = MAX_BYTES,
     meta: dict | None = None,
-    say: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> Aggregate:
     """Run sequences of token ids through the model, each from position 0, and count.
 
     A second run reads the values at the tokens around the places that are shown.
 
-    seed: decides which firings are sampled; max_bytes: the limit of the file; say: gets a line
-    every five seconds. Raises ValueError for a token that the model does not have, for no tokens,
-    and for a model whose counts exceed max_bytes; FloatingPointError for values that are not
-    finite.
+    max_bytes: the limit of the file; progress: show a bar. Raises ValueError for a token that the
+    model does not have, for no tokens, and for a model whose counts exceed max_bytes;
+    FloatingPointError for values that are not finite.
     """
     ffns = sparse_ffns(model)
     layers, size = len(ffns), ffns[0].intermediate_size
@@ -257,16 +199,14 @@ def aggregate(
         raise ValueError("there is no sequence to count; give at least one token")
     longest = max(map(len, sequences))
     vocab_size, batch = model.config.vocab_size, max(BATCH_TOKENS // longest, 1)
-    counter = Counter(layers, size, vocab_size, longest, seed=seed, device=model.device)
+    counter = Counter(layers, size, vocab_size, longest, device=model.device)
 
-    def run(sequences: Sequence[Sequence[int]], unit: str, observer: object) -> None:
-        progress = Progress(sum(map(len, sequences)), unit, say)
-        watch(model, progress.over(sequences, len), batch, observer)
-
-    run(sequences, "tokens", counter)
+    for one in passes(model, _with_bar(sequences, "sequences", progress), batch, ffns):
+        counter.add(*one)
     near = counter.near(sequences)
-    run(near.held, "tokens of examples", near)
-    meta = (meta or {}) | {"context": longest, "seed": seed}
+    for ids, entries, _ in passes(model, _with_bar(near.held, "examples", progress), batch, ffns):
+        near.add(ids, entries)
+    meta = (meta or {}) | {"context": longest}
     return counter.finish(sequences, near, tokenizer, max_bytes, meta)
 
 
@@ -276,7 +216,7 @@ def aggregate_run(
     tokens: int | None = None,
     *,
     max_bytes: int = MAX_BYTES,
-    say: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> Aggregate:
     """Count a run over its whole validation split or a text, on a GPU where there is one.
 
@@ -296,7 +236,8 @@ def aggregate_run(
     ids = ids[: MOST_TOKENS if tokens is None else tokens]
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     meta |= {"l1_coefficient": getattr(model.config, "l1_coefficient", None)}
-    return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, say=say)
+    options = {"max_bytes": max_bytes, "meta": meta, "progress": progress}
+    return aggregate(model, tokenizer, cut(ids, model), **options)
 
 
 # --- the loss without single neurons
@@ -308,7 +249,7 @@ def silenced_loss(
     neurons: Sequence[tuple[int, int]],
     *,
     batch: int = 32,
-    say: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> pd.DataFrame:
     """Silence neurons (layer, neuron) one at a time; return the change of the loss for each.
 
@@ -317,9 +258,9 @@ def silenced_loss(
     error from the differences between sequences (NaN for a single one); change_after, the mean
     over the tokens right after a firing (NaN without any).
 
-    Only sequences in which a neuron fires are computed again: it cannot change the others. `say`
-    gets a line every five seconds. Raises IndexError for a neuron that does not exist, ValueError
-    when no token is predicted. Ours.
+    Only sequences in which a neuron fires are computed again: it cannot change the others.
+    progress: show a bar. Raises IndexError for a neuron that does not exist, ValueError when no
+    token is predicted. Ours.
     """
     traced = record(model, sequences, batch)
     starts = np.flatnonzero(traced.position == 0)
@@ -327,7 +268,7 @@ def silenced_loss(
     if not predicted.sum():
         raise ValueError("no token is predicted; give a sequence of at least two tokens")
     rows = []
-    for layer, neuron in Progress(len(neurons), "neurons", say).over(neurons):
+    for layer, neuron in _with_bar(neurons, "neurons", progress):
         fires = _firings(traced, layer, neuron)
         silent = scaled_logprob(model, sequences, traced, layer, neuron, 0, batch=batch)
         change = traced.logprob.astype(np.float64) - silent  # of each token's loss
@@ -361,11 +302,10 @@ def scaled_logprob(
     """
     with intervene(model, layer, neuron, scale=scale):
         again = np.unique(traced.sequence[_firings(traced, layer, neuron)])
-        parts = [traced.logprob[:0]]
         chosen = [sequences[number] for number in again]
-        score(model, chosen, batch, lambda logprob: parts.append(logprob.reshape(-1).cpu().numpy()))
+        parts = [logprob.reshape(-1).cpu().numpy() for *_, logprob in passes(model, chosen, batch)]
     result = traced.logprob.copy()
-    result[np.isin(traced.sequence, again)] = np.concatenate(parts)
+    result[np.isin(traced.sequence, again)] = np.concatenate([traced.logprob[:0], *parts])
     return result
 
 
