@@ -201,7 +201,7 @@ def sweep(data: Recorded) -> Iterator[Row]:
     printed = {"source": "Table 3", "activation": "ReLU", "metric": "avg_nonzeros"}
     without, with_l1 = (data.printed(**printed, l1=level) for level in (0, 2e-5))
     verdict = close(dense.share, 100 * without / 5632, dense.share_limit)
-    yield row("relu_alone", text, verdict, f"{dense.active_limit:.0f}", dense.runs)
+    yield row("relu_alone", text, verdict, f"{dense.share_limit:.1f}%", dense.runs)
     inactive = 100 - best.share
     least = inactive - best.share_limit
     verdict, note = judge(least > 99, False, least >= 95), f"{best.active:.1f} active"
@@ -374,9 +374,9 @@ def shared(name: str, data: Recorded, finding: str) -> Row:
     verdict = judge(enough and whole, not enough, 2 * models["holds"] > models["models"])
     if verdict == "contradicted" and finding in ("first_two_least", "early_peak"):
         verdict = "differs at this size"  # of 2 to 12 layers; the paper's have 8 to 38
-    text = f"{models['holds']} of {models['models']} models"
+    text = f"holds in {models['holds']} of {models['models']} models"
     if not everywhere:
-        text = f"{seeds['holds']} of {seeds['models']} seeds, {text}"
+        text = f"{text}, {seeds['holds']} of {seeds['models']} seeds"
     return row(
         name, text, verdict, note=f"{groups['level']['setting'].nunique()} sizes and lengths"
     )

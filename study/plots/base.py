@@ -137,7 +137,7 @@ def caption(figure: Figure, *sentences: str) -> None:
 def draw_title(figure: Figure, title: str, conditions: str = "") -> None:
     """Write a message above a figure, and below it, smaller, what all panels share."""
     width, height = 72 * figure.get_size_inches()  # points
-    lines = [(line, 9, "bold") for line in _wrapped(title, 9.7, width)]  # bold letters are wider
+    lines = [(line, 9, "bold") for line in _wrapped(title, 10.4, width)]  # bold letters are wider
     lines += [(line, 6.5, "normal") for line in _wrapped(conditions, 6.5, 0.95 * width) if line]
     figure.title_room = room = 1.3 * sum(size for _, size, _ in lines) + 4
     figure.set_figheight((height + room) / 72)

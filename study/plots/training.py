@@ -269,7 +269,8 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
                 one = one.sort_values("tokens")
                 ax.plot(one["tokens"] / unit, one["price"], color=colour, lw=0.6, alpha=0.5)
         last = rows.iloc[-1]
-        base.note(axes[0], size.upper(), (last["tokens"] / 1e6, last["price"]), (4, -2), color=colour)
+        name = f"{last['parameters'] / 1e6:.0f}M"
+        base.note(axes[0], name, (last["tokens"] / 1e6, last["price"]), (4, -2), color=colour)
     for ax in axes[:2]:
         ax.axhline(0, color="black", linewidth=0.8)
         ax.axhline(limit, **_PRICE)
@@ -285,7 +286,7 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
         base.sentence(about),
         f"Dashed: the paper's limit of {limit:g}%, and its {_PAPER_RATIO} tokens a parameter.",
         "Sizes are parameters in layers. Thin lines are pairs of runs with one seed.",
-        "Bands, of three pairs, are 95% intervals.",
+        "Bands, of three pairs, are 95% intervals." if (table["seeds"] > 2).any() else "",
     )
     return figure
 
