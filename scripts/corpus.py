@@ -48,6 +48,7 @@ def work(part: Path, out: Path) -> None:
         kept = kept[:HELD_OUT_FROM]
     write(out / "train" / name, kept)
     pool.mkdir(exist_ok=True)
+    (pool / name).unlink(missing_ok=True)
     (pool / name).symlink_to(f"../train/{name}")
     for name, size in VOCAB_SIZES.items() if part.name.startswith("train-00") else ():
         texts = (json.loads(line)["text"] for line in kept if line)

@@ -3,7 +3,7 @@
     python -m study.record price-85m-0-seed-0 ... --out DIR    trains the runs on a GPU
     python -m study.price RUN --out DIR                        evaluates a run's models
 
-`prices` and `verdicts` are the analysis, from the rows of data/bench/price.csv.
+`prices` and `verdicts` analyse the rows of data/bench/price.csv.
 """
 
 import argparse
@@ -138,8 +138,8 @@ def main() -> None:
     given = parser.parse_args()
     command = shlex.join(["python", "-m", "study.price", *sys.argv[1:]])
     rows = evaluate_run(given.run.resolve(), given.corpus)
-    results.append_rows(given.out / "bench" / "price.csv", rows, results.provenance(command))
     keep_run(given.run, given.out, command)
+    results.append_rows(given.out / "bench" / "price.csv", rows, results.provenance(command))
     for folder in given.run.glob("model*"):
         shutil.rmtree(folder)
 

@@ -60,7 +60,8 @@ active_share=0.1 l1_coefficient=0 threshold=1 compile=true backend=auto | 'auto'
 hidden_weight=1 | hidden_weight is 1.0
 decay_at=soon | decay_at is 'soon'; .* '6e7,1.2e8'
 decay_at=1e9 | decay_at is '1e9'; .* below the
-decay_at=1 | decay_at is 1; expected str
+decay_at=.inf | decay_at is 'inf'; give numbers
+decay_at=1 | decay_at is '1'; .* after the warm-up
 source=hf:a valid_source=b | valid_source is b
 batch_tokens=1000 | batch_tokens 1000 .* context 128
 num_heads=3 | hidden_size 128 .* num_heads 3

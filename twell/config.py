@@ -129,12 +129,13 @@ class TrainConfig:
         """Yield why copies of the run cannot decay at `decay_at`."""
         try:
             fit = all(self.warmup_steps < start < self.steps for start in self.decays)
-        except ValueError:
+        except (ValueError, OverflowError):
             fit = False
-        if not fit or max(self.decays.values()) >= self.steps:
+        apart = fit and len(self.decays) == len(self.decay_at.split(","))
+        if not apart or max(self.decays.values()) >= self.steps:
             yield (
                 f"decay_at is {self.decay_at!r}; give numbers of tokens such as '6e7,1.2e8', each "
-                f"after the warm-up and below the {self.tokens} of the run"
+                f"after the warm-up and below the {self.tokens} of the run, in steps of log_every"
             )
         if self.active_share:
             yield f"decay_at is {self.decay_at!r}; a run that steers activity has no copies"
@@ -326,6 +327,8 @@ def _coerce(name: str, kind: type, value):
         value = int(value)
     if kind is float and type(value) is int:
         value = float(value)
+    if kind is str and type(value) in (int, float):
+        value = str(value)  # one number of decay_at
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}; expected {kind.__name__}")
     return value

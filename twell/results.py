@@ -12,6 +12,7 @@ A run folder holds
                       model); in data/, compressed: log.csv.xz
     valid.npy         the tokens of its validations, for traces (not tracked by git)
     model/            weights and tokenizer in Hugging Face layout (not tracked by git)
+    model-at-TOKENS/  the same of a copy that ended there (`decay_at`)
 and, until it is complete, the files of train/checkpoint.py and train.lock. No other file in it
 is ever deleted.
 """
@@ -295,12 +296,12 @@ def remove_run(folder: str | Path) -> None:
     *files, last = [Path(folder) / name for name in RUN_FILES]
     for file in files:
         file.unlink(missing_ok=True)
-    model = Path(folder) / "model"
-    for path in [path for pattern in MODEL_FILES for path in model.glob(pattern)]:
-        path.unlink()
-    for path in (model / "additional_chat_templates", model):
-        with contextlib.suppress(OSError):  # absent, a link, or with files of somebody else
-            path.rmdir()
+    for model in (Path(folder) / "model", *Path(folder).glob("model-at-*")):
+        for path in [path for pattern in MODEL_FILES for path in model.glob(pattern)]:
+            path.unlink()
+        for path in (model / "additional_chat_templates", model):
+            with contextlib.suppress(OSError):  # absent, a link, or with files of somebody else
+                path.rmdir()
     last.unlink(missing_ok=True)
 
 

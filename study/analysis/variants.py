@@ -93,15 +93,18 @@ def seed_noise(table: pd.DataFrame, column: str, *, paired: bool = False) -> tup
     return (float(np.sqrt((residuals**2).sum() / freedom)), freedom) if freedom else (np.nan, 0)
 
 
-def noise_limit(table: pd.DataFrame, column: str, runs: float, other_runs: float) -> float:
+def noise_limit(
+    table: pd.DataFrame, column: str, runs: float, other_runs: float, tests: int = 1
+) -> float:
     """Return the largest difference of two means that seeds explain: Student's t at CONFIDENCE.
 
-    Two settings are paired by seed. other_runs: infinity for the interval of one mean.
+    Two settings are paired by seed. other_runs: infinity for one mean. tests: whose limits hold
+    together (Bonferroni).
     """
     deviation, freedom = seed_noise(table, column, paired=bool(np.isfinite(other_runs)))
     if not (freedom and runs and other_runs):
         return np.nan
-    quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom)
+    quantile = scipy.stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / tests, freedom)
     return float(quantile * deviation * np.sqrt(1 / runs + 1 / other_runs))
 
 
@@ -115,7 +118,11 @@ def noise_verdict(difference: float, limit: float) -> str:
 
 
 def contrast(
-    table: pd.DataFrame, column: str, first: tuple[str, float], second: tuple[str, float]
+    table: pd.DataFrame,
+    column: str,
+    first: tuple[str, float],
+    second: tuple[str, float],
+    tests: int = 1,
 ) -> dict:
     """Return the difference of two settings of `choices`, (choice, l1_coefficient), in a column.
 
@@ -128,11 +135,11 @@ def contrast(
     )
     runs, other_runs = len(first_values), len(second_values)
     value, other = (float(rows.astype(float).mean()) for rows in (first_values, second_values))
-    limit, difference = noise_limit(table, column, runs, other_runs), value - other
+    limit, difference = noise_limit(table, column, runs, other_runs, tests), value - other
     relative = column == "active_fraction"
     compared = float(np.log(value / other)) if relative else difference
     _, freedom = seed_noise(table, column, paired=True)
-    quantile = scipy.stats.t.ppf((1 + CONFIDENCE) / 2, freedom) if freedom else np.nan
+    quantile = scipy.stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / tests, freedom) if freedom else np.nan
     p = 2 * scipy.stats.t.sf(abs(compared) / limit * quantile, freedom) if limit else np.nan
     verdict = noise_verdict(compared, limit)
     if relative:

@@ -126,11 +126,7 @@ def sentence(about: str) -> str:
 
 
 def caption(figure: Figure, *sentences: str) -> None:
-    """Note in `figure.caption` what a figure needs to be read alone.
-
-    That is: model, L1 and tokens, how often each point was run or measured ("one run", "one call"),
-    what bars and bands span, and terms. Empty sentences are left out.
-    """
+    """Note in `figure.caption` what a figure needs to be read alone; empty sentences are left out."""
     figure.caption = " ".join(sentence for sentence in sentences if sentence)
 
 

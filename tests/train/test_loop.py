@@ -265,13 +265,16 @@ assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"], files
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_two_processes_resume_exactly_and_give_the_losses_of_one(tiny_config, tmp_path, kind):
     settings = {"tokens": 8 * 512, "micro_batch": 3, "checkpoint_every": 4, "learning_rate": 1e-2}
-    config = dataclasses.replace(tiny_config, reinit=0.3, balance_every=3, **settings)
+    settings |= {"reinit": 0.3, "balance_every": 3, "decay_at": "3072"}
+    config = dataclasses.replace(tiny_config, **settings)
     write_config(config, tmp_path / "config.yaml")
     one = log_of(config, tmp_path / "one")
     two, model = factory.launch(tmp_path, "two", kind, "--resume", prelude=STOPPED)
     assert differences(tmp_path / "two", tmp_path / "two-expected") == []
     assert_same_numbers(two, one, 3e-4)
-    expected = load(tmp_path / "one")[0].state_dict()
-    assert model.state_dict().keys() == expected.keys()
-    for name, weight in model.state_dict().items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)
+    copy = load(tmp_path / "two" / "model-at-3072")[0]
+    for found, of in ((model, "model"), (copy, "model-at-3072")):
+        expected = load(tmp_path / "one" / of)[0].state_dict()
+        assert found.state_dict().keys() == expected.keys()
+        for name, weight in found.state_dict().items():
+            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)

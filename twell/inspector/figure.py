@@ -36,7 +36,6 @@ PALETTES = {
 PAGE = 6.8  # width of a page of a paper, inches
 LINE = 0.17  # height of a line of text, inches
 FIXED_WIDTH = ["DejaVu Sans Mono", "DejaVu Sans"]  # the second has scripts that the first lacks
-# 8 pt, thin lines, fonts embedded as text.
 _STYLE = {
     **{"font.size": 8, "axes.labelsize": 8, "axes.titlesize": 8.5},
     **{"xtick.labelsize": 7.5, "ytick.labelsize": 7.5},
@@ -110,7 +109,7 @@ def text_scale(
 
 
 def inspector_colours(diverging: bool = False) -> LinearSegmentedColormap:
-    """The inspector's colours, so that a text looks alike there and here."""
+    """The inspector's colours."""
     palette = PALETTES["light"]["diverging" if diverging else "sequential"]
     return LinearSegmentedColormap.from_list("twell", palette)
 
@@ -124,9 +123,8 @@ def fig_inspector(
 ) -> Figure:
     """Draw a view of the inspector: a passage coloured by a value, and active neurons by layer.
 
-    passage: token, value (NaN: left out); counts: active neurons, a row a layer and a column a
-    token; label: of the values; ends of their scale, which is signed where the lower is below 0, and logarithmic where it is
-    above. columns: characters a line. From `inspector.drawn`.
+    passage: token, value (NaN: left out); counts: active neurons [layer, token]; label: of the
+    values; ends of their scale, signed where the lower is below 0. columns: characters a line.
     """
     style()
     low, high = ends

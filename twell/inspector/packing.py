@@ -1,7 +1,7 @@
 """A passage as bytes: one compressed block that twell/inspector/browser/data.js unpacks.
 
 Values of large passages are rounded to 16 bits (bf16). Of more than MAX_ENTRIES active neurons each
-token and layer keeps its strongest; counts, sums and overflow are of all.
+token and layer keeps its strongest; counts and sums are of all.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, o
 
 
 def leading(values: np.ndarray, number: int) -> np.ndarray:
-    """Round float32 values to their leading bytes (nearest, ties to even). NaN stays NaN.
-
-    Two bytes are bfloat16. The other bytes are 0, which `block` leaves out.
-    """
+    """Round float32 values to their leading bytes, of which two are bfloat16. NaN stays NaN."""
     values = np.asarray(values, np.float32)
     whole = np.where(np.isnan(values), np.float32(np.nan), values).view(np.uint32).astype(np.uint64)
     rest = 32 - 8 * number

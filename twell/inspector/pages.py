@@ -1,8 +1,7 @@
 """Pages and atlases, which open without a server or a network; their script is the widget's, too.
 
-An atlas is the page of a side without a text. `index.html` has the script and the overview;
-`chunks/` has a file for each other chunk of the catalog, which the page loads when it needs it. A
-page from disk may not fetch, so each file is a script that hands its bytes over.
+An atlas is the page of a side without a text. `index.html` has the script and the overview, and
+`chunks/` the other chunks of the catalog, each a script, since a page from disk may not fetch.
 """
 
 from __future__ import annotations

@@ -34,12 +34,10 @@ class Inspector(anywidget.AnyWidget):
     The selection can be read and set: `side` (0, or 1 where two are compared), `token` (its number
     in the passage), `layer` and `neuron`, each None for none. So can the colours: `colour`
     ("count", "neuron", "surprise"); `layers` (first, last), None for all; `skip_first` leaves out
-    the first token of each sequence; `compression` at which overflow of TwELL's tiles is marked, or
-    0; `difference` of the second side to the first. `texts` has the typed texts, one or one for
-    each side; setting it runs the model. `changes` has the changed neurons, each a dict of layer,
-    neuron, and scale (0 silences) or value, as of `twell.intervene`; setting it runs the model
-    again, as the second side. A value that does not exist raises a traitlets.TraitError that says
-    what does.
+    the first token of each sequence; `difference` of the second side to the first. `texts` has the
+    typed texts, one a side; setting it runs the model. `changes` has the changed neurons, each a
+    dict of layer, neuron, and scale (0 silences) or value, as of `twell.intervene`; setting it runs
+    the model again, as the second side. A wrong value raises a TraitError that says what exists.
     """
 
     _esm = script("widget.js")

@@ -298,7 +298,7 @@ class Run:
         A run that is resumed from this checkpoint decays again.
         """
         schedule, self.schedule = self.schedule, self.make_schedule(end)
-        self.load_checkpoint()
+        self.return_to(start)
         for step in range(start + 1, end + 1):
             self.sums += self.step(step)
             if step == end or step % self.config.log_every == 0:
@@ -308,7 +308,12 @@ class Run:
         self.validate(end, "valid-decay")
         self.write_model(f"model-at-{end * self.config.batch_tokens}")
         self.schedule = schedule
-        self.load_checkpoint()
+        self.return_to(start)
+
+    def return_to(self, step: int) -> None:
+        """Load the checkpoint of a step. Raises RuntimeError where an older one is the newest."""
+        if (found := self.load_checkpoint()[0]) != step:
+            raise RuntimeError(f"the checkpoint of step {step} is damaged; --resume from {found}")
         self.restart_meters()
 
     # --- a step
@@ -483,6 +488,7 @@ class Run:
             **self.steering.state(),
         }
         self.checkpoints.write(state, self.wrapped, self.optimizer.optimizer)
+        self.accelerator.wait_for_everyone()  # the main process writes its last file
 
     def load_checkpoint(self) -> tuple[int, int]:
         """Load the newest whole checkpoint; return its step and the log's size at that step."""

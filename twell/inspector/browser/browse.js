@@ -1,7 +1,7 @@
 // Finding neurons: a search, a scatter, and the list of what was found.
 
 import { scatter } from "./charts.js";
-import { BEST, isList, SELECTIONS } from "./classes.js";
+import { BEST, isList, listed, SELECTIONS } from "./classes.js";
 import { canChange } from "./compare.js";
 import { button, element, help, labelled, pill, renew, select, table } from "./elements.js";
 import { OVER, QUERY, search, SORTS, STATES, WHERE } from "./search.js";
@@ -46,7 +46,7 @@ export class Browse {
   // Rank neurons by how well they tell these tokens of the passage from the others.
   selectTokens({ number }, tokens) {
     this.state.put({ side: number });
-    this.ask({ ...RANKING, selected: [...new Set(tokens)].join() });
+    this.ask({ ...RANKING, selected: `#${[...new Set(tokens)].join()}` });
   }
 
   // The preset "Neurons that are a class".
@@ -55,8 +55,7 @@ export class Browse {
   }
 
   addTokens(side, tokens) {
-    const { selected } = this.state.query;
-    this.selectTokens(side, isList(selected) ? [...selected.split(","), ...tokens] : tokens);
+    this.selectTokens(side, [...listed(this.state.query.selected), ...tokens]);
   }
 
   choose(index) {

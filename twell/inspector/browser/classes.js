@@ -38,6 +38,8 @@ export function patternOf(words, whole, cases) {
   return new RegExp(whole ? `${start}(?:${source})${end}` : source, cases ? "gu" : "giu");
 }
 
+const GAP = "\0"; // no match crosses it
+
 // Tokens as numbers of strings, with gaps. follows(n): token n comes right behind the one before.
 export class Tokens {
   constructor(strings, token, position, follows) {
@@ -49,10 +51,14 @@ export class Tokens {
     this.joined ??= this.join();
     const { text, offset } = this.joined;
     const marked = new Uint8Array(this.token.length);
-    let token = 0;
-    for (const { index, 0: match } of text.matchAll(pattern)) {
-      while (offset[token + 1] <= index) token++;
-      for (let at = token; offset[at] < index + match.length; at++) marked[at] = 1;
+    let [token, start] = [0, 0];
+    for (const run of text.split(GAP)) {
+      for (const { index, 0: match } of run.matchAll(pattern)) {
+        if (!match) continue;
+        while (offset[token + 1] <= start + index) token++;
+        for (let at = token; offset[at] < start + index + match.length; at++) marked[at] = 1;
+      }
+      start += run.length + GAP.length;
     }
     return marked;
   }
@@ -62,8 +68,9 @@ export class Tokens {
     const parts = new Array(size);
     const offset = new Uint32Array(size + 1);
     for (let at = 0; at < size; at++) {
-      const gap = at + 1 < size && !this.follows(at + 1) ? "\0" : ""; // no match crosses a gap
-      parts[at] = this.strings[this.token[at]] + gap;
+      const string = this.strings[this.token[at]];
+      const gap = at + 1 < size && !this.follows(at + 1) ? GAP : "";
+      parts[at] = (BYTES.test(string) ? "\ufffd" : string) + gap;
       offset[at + 1] = offset[at] + parts[at].length;
     }
     return { text: parts.join(""), offset };
@@ -91,23 +98,24 @@ export class Tokens {
       if (known.has(key)) return known.get(key);
       const text = BYTES.test(strings[token[n]]) ? "" : strings[token[n]]; // bytes are no digits
       const prior = first ? "" : (strings[before - 1] ?? null);
-      const is = CLASSES[name](text, prior, first, counts?.get(text) < RARE * total);
+      const is = CLASSES[name](text, prior, first, (counts?.get(text) ?? 0) < RARE * total);
       known.set(key, is);
       return is;
     };
   }
 
-  // selected: the name of a class, tokens such as "3,4,9", or a pattern. Raises SyntaxError.
+  // selected: the name of a class, tokens such as "#3,4,9", or a pattern. Raises SyntaxError.
   select(selected, { whole, cases }, counts) {
-    if (CLASSES[selected]) return this.members(selected, counts);
+    if (Object.hasOwn(CLASSES, selected)) return this.members(selected, counts);
     if (!isList(selected)) return this.mark(patternOf(selected, whole, cases));
     const members = new Uint8Array(this.token.length);
-    for (const token of selected.split(",")) members[token] = 1;
+    for (const token of listed(selected)) members[token] = 1;
     return members;
   }
 }
 
-export const isList = (selected) => /^\d+(,\d+)*$/.test(selected);
+export const isList = (selected) => /^#\d+(,\d+)*$/.test(selected);
+export const listed = (selected) => (isList(selected) ? selected.slice(1).split(",") : []);
 
 // Of each neuron: tokens and members that were looked at, its firings and those at members, and the
 // sums of its h.

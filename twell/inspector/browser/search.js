@@ -46,7 +46,7 @@ export const SORTS = {
 export function search(catalog, query, side, skip) {
   const overview = catalog.chunk("overview");
   if (!overview || overview.error) return { waiting: !overview, error: overview?.error, found: [] };
-  const words = query.words.trim().toLowerCase();
+  const words = query.words.trim();
   let matched = { score: null };
   try {
     if (query.where === "selected") matched = ranked(catalog, overview, query, side, skip);
@@ -91,6 +91,7 @@ function matches(catalog, overview, { where }, words) {
     return { score: countPlaces(text, overview, words, where === "fires") };
   }
   const score = new Float32Array(overview.L * overview.N);
+  words = words.toLowerCase();
   if (where === "note") {
     const none = { score: {}, classOf() {} };
     const ranks = overview.fires ? ranked(catalog, overview, BEST_EXAMPLES, {}, true) : none;
