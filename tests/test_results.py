@@ -64,6 +64,12 @@ def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
     assert results.commit() == "given"
 
 
+def test_the_models_of_a_run_have_its_name(tmp_path):
+    for folder, name in (("model", "run"), ("model-at-8192", "run-at-8192"), ("models", "models")):
+        (tmp_path / "run" / folder).mkdir(parents=True)
+        assert results.model_name(tmp_path / "run" / folder) == name
+
+
 def test_nothing_is_kept_without_provenance(tmp_path):
     for missing in results.PROVENANCE_FIELDS:
         origin = PROVENANCE | {missing: ""}

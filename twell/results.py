@@ -407,10 +407,11 @@ def load_kept(folder: str | Path, ending: str) -> pd.DataFrame:
 
 
 def model_name(path: str | Path) -> str:
-    """Return a model's name in results: its run or folder, or its name on the hub."""
+    """Return a model's name in results: its run, RUN-at-TOKENS, folder, or name on the hub."""
     folder = Path(path)
     folder = folder.resolve() if folder.is_dir() else folder
-    return folder.parent.name if folder.name == "model" else folder.name
+    of_run = re.fullmatch(r"model(-at-\d+)?", folder.name)
+    return folder.parent.name + (of_run[1] or "") if of_run else folder.name
 
 
 def write_evaluation(path: str | Path, record: dict) -> None:

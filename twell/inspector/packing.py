@@ -73,7 +73,7 @@ def pack(shown: Sequence[Side], *, max_entries: int = MAX_ENTRIES, level: int = 
     if strongest is not None:
         about["reasons"].append(
             f"Of each token and layer the {strongest} strongest neurons are kept here; counts, "
-            "shares and marks are of all."
+            "shares and marks are of all. Find neurons ranks the kept ones."
         )
     header = {
         "sides": [_about(side, strongest) for side in shown],
