@@ -12,10 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from twell.measure.check import hooked
 from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
 from twell.measure.quantized import Linears
 from twell.measure.rows import Rows, require, significant
@@ -23,8 +20,7 @@ from twell.measure.sides import check_model
 from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
 from twell.sparse import float8
-from twell.sparse.layer import SparseFFN
-from twell.trace.tracing import score
+from twell.trace.tracing import passes
 
 DRAWS = 2000  # bootstrap samples
 
@@ -67,8 +63,12 @@ def quality(
         for provider in (DENSE_EAGER, *in_fp8):
             linears.become(provider)
             model.set_ffn_backend(provider.backend)
-            loss, active = _run(model, sequences, batch)
-            losses[provider] = loss
+            parts, active = [], 0
+            for _, layers, logprob in passes(model, sequences, batch, model.ffns):
+                parts.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
+                active += sum(len(token) for token, *_ in layers)
+            loss = losses[provider] = np.concatenate(parts)  # of each sequence
+            active /= sum(map(len, sequences)) * len(model.ffns)
             row = about | {"provider": provider.name, "active": significant(active, 5)}
             row["cross_entropy"] = significant(loss.sum() / predicted.sum(), 7)
             row |= _difference("", loss - losses[DENSE_EAGER], predicted)
@@ -78,25 +78,6 @@ def quality(
         linears.become(DENSE_EAGER)
         model.set_ffn_backend(backend)
     return rows.by_file["quality"]
-
-
-def _run(
-    model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int
-) -> tuple[np.ndarray, float]:
-    """Return the loss in nats of each sequence, summed, and the mean active neurons of a layer."""
-    losses: list[np.ndarray] = []
-    active = torch.zeros((), dtype=torch.int64, device=model.device)
-
-    def count(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-        active.add_((ffn.activations(inputs[0])[0] != 0).sum())
-
-    def end(logprob: Tensor) -> None:
-        losses.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
-
-    with hooked(model.ffns, count):
-        score(model, sequences, batch, end)
-    tokens = sum(map(len, sequences))
-    return np.concatenate(losses), float(active) / tokens / len(model.ffns)
 
 
 def _difference(prefix: str, difference: np.ndarray, predicted: np.ndarray) -> dict:
