@@ -137,9 +137,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the small files")
     given = parser.parse_args()
     command = shlex.join(["python", "-m", "study.price", *sys.argv[1:]])
-    rows = evaluate_run(given.run.resolve(), given.corpus)
-    keep_run(given.run, given.out, command)
-    results.append_rows(given.out / "bench" / "price.csv", rows, results.provenance(command))
+    path = given.out / "bench" / "price.csv"
+    if not path.is_file() or given.run.name not in set(pd.read_csv(path)["run"]):
+        rows = evaluate_run(given.run.resolve(), given.corpus)
+        results.append_rows(path, rows, results.provenance(command))
+    keep_run(given.run, given.out, command)  # last: its log says that the run is done
     for folder in given.run.glob("model*"):
         shutil.rmtree(folder)
 

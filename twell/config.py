@@ -327,8 +327,8 @@ def _coerce(name: str, kind: type, value):
         value = int(value)
     if kind is float and type(value) is int:
         value = float(value)
-    if kind is str and type(value) in (int, float):
-        value = str(value)  # one number of decay_at
+    if name == "decay_at" and type(value) in (int, float):
+        value = str(value)  # a single number
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}; expected {kind.__name__}")
     return value
