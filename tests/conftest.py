@@ -4,7 +4,11 @@ import shutil
 import filelock
 import pytest
 import torch
+import tqdm
 from hypothesis import HealthCheck, settings
+
+# No thread that watches bars: it may hold their lock while a test forks, and the fork would wait.
+tqdm.tqdm.monitor_interval = 0
 
 if not torch.cuda.is_available():
     # The kernels' tests run in Triton's interpreter. Triton reads the variable at its first import.
