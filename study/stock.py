@@ -34,7 +34,7 @@ MODES = {"compiled": None, "reduce-overhead": "reduce-overhead"}  # of torch.com
 
 
 class Pair:
-    """A stock model and its sparsified copy; a case of `bench`."""
+    """A stock model and its sparsified copy."""
 
     def __init__(self):
         self.gpu = runner.Gpu()
@@ -65,8 +65,8 @@ class Pair:
         error = float((found - exact).norm() / exact.norm())
         if not error < TOLERANCE:
             raise ArithmeticError(f"logits differ by {error:.3g}; {TOLERANCE} is allowed")
-        self.prepare = lambda name: Call(runs[name])
-        times = bench(self, runs, "step")
+        calls = bench(self.gpu, lambda name: Call(runs[name]), runs, "step")
+        times = {name: call.columns for name, call in calls.items()}
         case = {"mode": mode, "batch": batch, "context": context, "active": ACTIVE}
         case["relative_rms"] = runner.significant(error, 3)
         rows = [case | {"provider": name} | columns for name, columns in times.items()]

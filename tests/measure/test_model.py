@@ -53,7 +53,7 @@ def test_providers_differ_in_nothing_but_the_feed_forward_layers(dense_kernels, 
     imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
     subject = Subject("tiny", model, "flat", dense_kernels)
     values = {name: weight.clone() for name, weight in model.named_parameters()}
-    subject.observe([{"mean": 20.0, "union": 90.0}] * 4, 100)
+    subject.observe(ids, [{"mean": 20.0, "union": 90.0, "max": 30}] * 4)
     results = {}
     for provider in [*model_providers(None, tuned=True), DENSE_EAGER]:
         subject.become(provider)

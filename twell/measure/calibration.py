@@ -56,8 +56,9 @@ def calibrate(
         waits = case.mode == EAGER and case.columns["tokens"] > WAITING
         if turns == "floor" and precision is None and not waits:
             by["dense"] = Provider("dense", "dense")
-        measured = bench(case, [by[path] for path in by if path not in behind], turns)
-        times = {path: measured[by[path]][column] for path in by if path not in behind}
+        paths = {provider: path for path, provider in by.items() if path not in behind}
+        calls = bench(gpu, case.prepare, paths, turns)
+        times = {paths[provider]: call.columns[column] for provider, call in calls.items()}
         shown = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
         print(f"{case}  {case.mode:<8}  {shown}", flush=True)
         return times
@@ -122,8 +123,8 @@ def crossover(
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
         sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
         case = layer_case(TrainingCase, gpu, gated, tokens, active=active, **sizes)
-        measured = bench(case, [DENSE_COMPILED, UNION], "step")
-        dense, sparse = (columns["p50"] for columns in measured.values())
+        calls = bench(gpu, case.prepare, [DENSE_COMPILED, UNION], "step")
+        dense, sparse = (call.columns["p50"] for call in calls.values())
         print(f"{case}  step: dense {dense:.4f} ms  sparse {sparse:.4f} ms", flush=True)
         levels.append((case.columns["active"], dense / sparse))
         if dense < sparse:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from twell.measure.patterns import Weights
 from twell.sparse import float8, reference
@@ -202,16 +202,19 @@ def relative(result: Tensor, exact: Tensor) -> float:
     return math.sqrt(wrong / (size or 1.0))
 
 
+@dataclass
 class Judge:
     """Compares results with `exact`, in fp32, and with the first one, the dense provider's.
 
     `cut` takes the part of a result that `exact` is of. kind, title: for messages.
     """
 
-    def __init__(self, kind: str, title: str, exact: Tensor, cut: Callable[[Tensor], Tensor]):
-        self.title, self.what, self.exact, self.cut = title, f"{kind} ({title})", exact, cut
-        self.first: Tensor | None = None
-        self.error = TOLERANCE["hidden states"] / AS_DENSE
+    kind: str
+    title: str
+    exact: Tensor
+    cut: Callable[[Tensor], Tensor]
+    first: Tensor | None = None
+    error: float = TOLERANCE["hidden states"] / AS_DENSE
 
     def check(self, name: str, result: Tensor, in_fp8: bool = False) -> float:
         """Return the relative RMS against fp32; ArithmeticError for one above the limits.
@@ -220,13 +223,14 @@ class Judge:
         """
         error = relative(self.cut(result), self.exact)
         limit = TOLERANCE["FP8 hidden states"] if in_fp8 else AS_DENSE * self.error
-        _require(error, limit, f"{self.what} of {name} are wrong")
+        what = f"{self.kind} ({self.title}) of {name}"
+        _require(error, limit, f"{what} are wrong")
         if in_fp8:
             return error
         if self.first is None:
             self.first, self.error = result, error
         distance = relative(result, self.first)
-        _require(distance, FROM_DENSE * self.error, f"{self.what} of {name} differ from dense ones")
+        _require(distance, FROM_DENSE * self.error, f"{what} differ from dense ones")
         return error
 
 
@@ -236,18 +240,23 @@ def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
     return min(AS_DENSE * plain, TOLERANCE["trained layer"])
 
 
-def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
-    """Return the exact result of a layer's rows, with its present weights, and its limit."""
-    parts = [ffn.gate_proj, ffn.up_proj, ffn.down_proj]
+def exact_layer(layer: nn.Module, rows: Tensor, path: str | None = None) -> tuple[Exact, float]:
+    """Return the exact result of a layer's rows, with its present weights, and its limit.
+
+    By the path "dense" a quantised SparseFFN has its copy of down in FP8.
+    """
+    down = getattr(layer, "dense_down", None) if path == "dense" else None
+    parts = [layer.gate_proj, layer.up_proj, down or layer.down_proj]
     in_fp8 = [isinstance(part, float8.Float8Linear) for part in parts]
     weights = [
         part and (float8.wide(*part.tensors[:2]) if quantized else part.weight)
         for part, quantized in zip(parts, in_fp8, strict=True)
     ]
-    if not ffn.quantized:
+    if not in_fp8[1]:
         exact = Exact.of(rows, weights)
         return exact, allowed(exact, rows, weights)
-    exact = Exact.of(float8.wide(*float8.quantize(rows)), weights, fp8=True)
+    read = getattr(layer, "read", float8.quantize)
+    exact = Exact.of(float8.wide(*read(rows)), weights, fp8=True)
     return exact, exact.fp8_limit if in_fp8[2] else TOLERANCE["trained layer"]
 
 

@@ -160,8 +160,8 @@ def measure_decode(
     decoder.read()
     logits = decoder.generate(decoder.step)
     first = decoder.picked[:, context:].clone()
-    subject.observe(activity, len(script))
-    case = subject.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
+    case = subject.observe(script[:, :1], activity)
+    case |= {"context": context, "steps": decoder.steps}
     title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
     title += f"  {case['active']:.4g} active"
     few = max(1, min(len(script), check.SAMPLE // script.shape[1]))

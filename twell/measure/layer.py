@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from twell.measure import quantized, runner
-from twell.measure.check import BLOCK, Exact
+from twell.measure.check import BLOCK, Exact, exact_layer
 from twell.measure.patterns import PATTERNS, Weights, permuted, synthetic_layer
 from twell.measure.providers import (
     AUTO,
@@ -32,6 +32,7 @@ from twell.measure.providers import (
     UNION,
     Provider,
 )
+from twell.measure.quantized import PROJECTIONS
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import MODES, Call, Gpu, bench, repeat
 from twell.models.quantize import quantize_
@@ -88,15 +89,14 @@ def ffn(
     require(plain or not backward, "backward passes are timed of ReLU without biases")
     require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
-    rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))
+    rows = Rows(out, *kind.files)
     with torch.set_grad_enabled(backward):
         for num_tokens in tokens:
             how = mode or ("stream" if backward else default_mode(num_tokens))
             for name, mean in itertools.product(patterns, active):
                 given = {"active": mean, "pattern": PATTERNS[name], "device": gpu.device}
                 inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
-                case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
-                case.auto = auto
+                case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias, auto=auto)
                 case.measure(rows, kernels)
                 del case, inputs  # before the next ones are drawn
                 torch.cuda.empty_cache()
@@ -119,21 +119,12 @@ def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int)
 
 
 class DenseLayer(nn.Module):
-    """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models.
-
-    The weights are w_gate and w_up [N, K] and w_down [K, N], which is stored as nn.Linear does.
-    """
+    """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models."""
 
     def __init__(self, weights: Weights, bias: bool = False, act: Activation = RELU):
         super().__init__()
         self.act, self.read = act, lambda x: x  # `read` quantises inputs, see quantized.py
-        w_gate, w_up, w_down = weights
-        stored = w_gate, w_up, w_down.contiguous()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            None if w is None else nn.Linear(*w.shape[::-1], bias=False, device="meta")
-            for w in stored
-        )
-        give(self, stored, bias)
+        give(self, (*weights[:2], weights[2].contiguous()), bias)
 
     def hidden(self, x: Tensor) -> Tensor:
         x, act = self.read(x), self.act
@@ -151,13 +142,15 @@ class DenseLayer(nn.Module):
 
 
 def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
-    """Put weights, and biases of zeros, into a layer's projections."""
-    projections = layer.gate_proj, layer.up_proj, layer.down_proj
-    for part, weight in zip(projections, weights, strict=True):
-        if part is not None:
+    """Set a layer's projections to nn.Linear of these weights, and of biases of zeros."""
+    for name, weight in zip(PROJECTIONS, weights, strict=True):
+        part = None
+        if weight is not None:
+            part = nn.Linear(*weight.shape[::-1], bias=bias, device="meta").requires_grad_(False)
             part.weight = nn.Parameter(weight, requires_grad=False)
-            zeros = weight.new_zeros(len(weight)) if bias else None
-            part.bias = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+            if bias:
+                part.bias = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
+        setattr(layer, name, part)
 
 
 def compiled(function: Callable) -> Callable:
@@ -176,13 +169,15 @@ class Case:
     """x, sets of weights with the same activity, the exact result and the columns, for `bench`.
 
     pattern: the column, to which another activation and biases (of zeros) are added. inputs: x,
-    w_gate, w_up and w_down (not gated: w_gate is w_up). Results are checked in the mode in which
-    they are timed. `allowed` is a relative RMS, where it is more than the tolerance. With `auto`
-    the sparse paths are left out.
+    w_gate, w_up and w_down (not gated: w_gate is w_up). auto: whether the sparse paths are left
+    out. Results are checked in the mode in which they are timed. `allowed` is a relative RMS, where
+    it is more than the tolerance.
     """
 
-    weight_sets, allowed, auto = WEIGHT_SETS, 0.0, False
+    files, turns, weight_sets = ("ffn", "kernels"), "layer", WEIGHT_SETS
+    allowed = 0.0
     calibration: Calibration | None = None  # of "auto" in bf16; None: the card's
+    gradients: tuple[Tensor, ...] = ()  # that reach the layer; a forward pass has none
 
     def __init__(
         self,
@@ -194,11 +189,12 @@ class Case:
         gated: bool = True,
         act: Activation = RELU,
         bias: bool = False,
+        auto: bool = False,
     ):
-        self.gpu, self.mode, self.act, self.bias = gpu, mode, act, bias
+        self.gpu, self.mode, self.act, self.bias, self.auto = gpu, mode, act, bias, auto
         self.x, w_gate, w_up, w_down = inputs
         weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
-        self.exact = exact = Exact.of(self.x, weights, *self.gradients(), act=act)
+        self.exact = exact = Exact.of(self.x, weights, *self.gradients, act=act)
         self.columns = {
             "tokens": len(self.x),
             "hidden_size": self.x.shape[1],
@@ -210,19 +206,14 @@ class Case:
             "active_max": int(exact.counts.max()),
             "union": round(float(exact.unions.double().mean()), 1),
             "mode": mode,
+            "weight_sets": 1 if mode == "stream" else self.weight_sets,
         }
-        number = 1 if mode == "stream" else self.weight_sets
-        self.sets = [weights, *(permuted(weights, seed) for seed in range(1, number))]
-        self.made: dict[Provider, list] = {}  # layers by provider
-        self.calls: dict[Provider, list[runner.Run]] = {}
+        numbers = range(1, self.columns["weight_sets"])
+        self.sets = [weights, *(permuted(weights, seed) for seed in numbers)]
 
     def __str__(self) -> str:
         c = self.columns
         return f"{c['tokens']:>6} tokens  {c['pattern']:<8} {c['active']:>7} active"
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Return the gradients that reach the layer; a forward pass has none."""
-        return ()
 
     def paths(self) -> list[str]:
         """Return the paths of the kernels, dense first, without those that would take too long."""
@@ -256,8 +247,8 @@ class Case:
 
     def _sparse(self, provider: Provider, weights: Weights) -> SparseFFN:
         c = self.columns
-        options = {"activation": self.act.name, "bias": self.bias, "gated": c["gated"]}
-        options |= {"backend": provider.backend, "device": "meta"}
+        options = {"activation": self.act.name, "gated": c["gated"], "device": "meta"}
+        options["backend"] = provider.backend
         layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
         give(layer, weights, self.bias)
         if provider.in_fp8:
@@ -268,35 +259,13 @@ class Case:
         layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
         return layer.eval()
 
-    def exact_for(self, provider: Provider) -> tuple[Exact, float]:
-        """Return the exact result of a provider, and a limit above the tolerance or 0."""
-        if not provider.in_fp8:
-            return self.exact, self.allowed
-        if self.path(provider) != "dense":
-            return self._exact_in_fp8, self.allowed
-        # Our dense path too has its down projection in FP8.
-        kind = quantized.KINDS[provider.precision]
-        wide = [None if w is None else kind(w.contiguous()).wide() for w in self.sets[0]]
-        exact = Exact.of(float8.wide(*kind.read(self.x)), wide, fp8=True)
-        return exact, max(exact.fp8_limit, self.allowed)
-
-    @cached_property
-    def _exact_in_fp8(self) -> Exact:
-        """The result of x, gate and up by rows in FP8, and of down as it is."""
-        gate, up, down = self.sets[0]
-        x, gate, up = (
-            None if tensor is None else float8.wide(*float8.quantize(tensor.contiguous()))
-            for tensor in (self.x, gate, up)
-        )
-        return Exact.of(x, (gate, up, down), fp8=True)
-
     def prepare(self, provider: Provider) -> Call:
         mode, layers = self.mode, self.layers(provider)
-        self.made[provider] = layers
         ours = provider not in (DENSE_EAGER, DENSE_COMPILED)
+        calls = layers
         if provider.compiled or (mode == "compiled" and ours):
-            layers = [compiled(layer) for layer in layers]
-        calls = self.calls[provider] = [partial(layer, self.x) for layer in layers]
+            calls = [compiled(layer) for layer in layers]
+        calls = [partial(call, self.x) for call in calls]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
         elif mode == "graph":
@@ -304,29 +273,29 @@ class Case:
             run()
         else:
             run, outputs = partial(repeat, calls, 1), [call() for call in calls]
-        exact, limit = self.exact_for(provider)
+        path = provider.path or "dense"
+        if provider.backend == "auto":  # it plans for this card in its first call
+            path = layers[0].chooser.path(len(self.x), EAGER if mode == "stream" else mode)
+        exact, limit = self.exact, self.allowed
+        if provider.in_fp8:
+            exact, limit = exact_layer(layers[0], self.x, path)
+            limit = max(limit, self.allowed) if path == "dense" else self.allowed
         error = max(exact.check(y, f"{provider} at {self}", limit) for y in outputs)
-        columns = {"relative_rms": significant(error, 3)}
-        return Call(run, columns, len(outputs), flush=mode == "stream")
-
-    def path(self, provider: Provider) -> str:
-        """Return the path that a provider takes. "auto" plans for this card in its first call."""
-        if provider.backend != "auto":
-            return provider.path or "dense"
-        situation = EAGER if self.mode == "stream" else self.mode
-        return self.made[provider][0].chooser.path(len(self.x), situation)
+        columns = {"path": path, "relative_rms": significant(error, 3)}
+        profiled = provider == DENSE_KERNELS or provider.sparse_path
+        parts = calls if profiled else ()
+        return Call(run, columns, len(outputs), flush=mode == "stream", parts=parts)
 
     def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of ffn.csv and kernels.csv."""
+        """Add the rows of a layer, and with `kernels` those of each kernel."""
         results, parts = [], []
-        for provider, columns in bench(self, self.providers()).items():
-            row = self.columns | {"weight_sets": len(self.sets), "provider": provider.name}
-            row |= columns | {"path": self.path(provider)}
-            results.append(row)
-            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
-                parts += [row | one for one in runner.kernel_rows(self.gpu, self.calls[provider])]
-        rows.add("ffn", results)
-        rows.add("kernels", parts)
+        for provider, call in bench(self.gpu, self.prepare, self.providers(), self.turns).items():
+            results.append(self.columns | {"provider": provider.name} | call.columns)
+            if kernels and call.parts:
+                of_kernels = runner.kernel_rows(self.gpu, call.parts)
+                parts += [results[-1] | one for one in of_kernels]
+        for file, several in zip(self.files, (results, parts), strict=True):
+            rows.add(file, several)
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -338,10 +307,11 @@ class TrainingCase(Case):
     In the mode "eager", "triton" is the layer by the path "union".
     """
 
-    weight_sets = 1
+    files, turns, weight_sets = ("training", "training_kernels"), "step", 1
 
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Return dy [M, K] and dl1 [M], which reach the layer."""
+    @cached_property
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """dy [M, K] and dl1 [M], which reach the layer."""
         x, g = self.x, torch.Generator(self.x.device).manual_seed(1)
         dy = DY * torch.randn(x.shape, generator=g, device=x.device)
         return dy.to(x.dtype), torch.full(x.shape[:1], DL1, device=x.device)
@@ -351,66 +321,49 @@ class TrainingCase(Case):
         return [DENSE_EAGER, DENSE_COMPILED, *sparse]
 
     def prepare(self, provider: Provider) -> Call:
+        columns: dict = {"path": "dense", "capacity": None}
         if provider.backend == "triton":
-            step = sparse_step(self, provider.path or UNION.path)
+            (layer,) = self.layers(TRITON)
+            step = Step(layer.train(), partial(collected, layer), self)
+            sparse = SparseTraining(layer, path=provider.path or UNION.path)
+            for _ in sparse.attempts():  # to find the capacity
+                step()
+            step.attempts = sparse.attempts()  # stays open: the layer is dense after its end
+            next(step.attempts)
+            columns = {"path": layer.train_path or "dense", "capacity": layer.capacity}
         else:
             (layer,) = self.layers(DENSE_EAGER)
             function = compiled(layer.with_l1) if provider.compiled else layer.with_l1
-            step = Step(layer, function, self.x, self.gradients())
-        self.made[provider] = [step]
-        worst, error = self.exact.check_step(step.tensors(), f"{provider} at {self}")
-        columns = {"worst": worst, "relative_rms": significant(error, 3)}
-        return Call(step, columns, flush=self.mode == "stream")
+            step = Step(layer, function, self)
+        worst, error = self.exact.check_step(step(), f"{provider} at {self}")
+        columns |= {"worst": worst, "relative_rms": significant(error, 3)} | step.memory(self.gpu)
+        return Call(step, columns, flush=self.mode == "stream", parts=[step])
 
-    def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of training.csv and training_kernels.csv."""
-        for provider, columns in bench(self, self.providers(), "step").items():
-            (step,) = self.made.pop(provider)
-            row = self.columns | columns | step.memory(self.gpu)
-            row |= {"provider": provider.name, "path": step.path, "capacity": step.capacity}
-            rows.add("training", [row])
-            if kernels:
-                parts = runner.kernel_rows(self.gpu, [step])
-                rows.add("training_kernels", [row | kernel for kernel in parts])
+
+def collected(layer: SparseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y and the L1 term [M] of a layer."""
+    with Collector([layer]) as collector:
+        y = layer(x)
+    return y, collector.terms[0][1]
 
 
 class Step:
-    """A layer's pass forward and backward.
+    """A layer's pass forward and backward, by a function of x that returns y and l1."""
 
-    function: calls the layer with x; returns y and l1. path, capacity: the sparse path and its
-    entries per token.
-    """
+    def __init__(self, layer: nn.Module, function: Callable, case: TrainingCase):
+        self.function, self.gradients = function, case.gradients
+        self.leaves = {"x": case.x.detach().requires_grad_()}
+        for name in PROJECTIONS:
+            if (part := getattr(layer, name)) is not None:
+                self.leaves[f"w_{name.removesuffix('_proj')}"] = part.weight.requires_grad_()
 
-    path: str = "dense"
-    capacity: int | None = None
-
-    def __init__(
-        self, layer: nn.Module, function: Callable, x: Tensor, gradients: tuple[Tensor, ...]
-    ):
-        self.function, self.gradients = function, gradients
-        self.leaves = {"x": x.detach().requires_grad_()}
-        for name in ("gate", "up", "down"):
-            if (part := getattr(layer, f"{name}_proj")) is not None:
-                self.leaves[f"w_{name}"] = part.weight.requires_grad_()
-
-    def clear(self) -> None:
-        for leaf in self.leaves.values():
-            leaf.grad = None
-
-    def __call__(self, between: Callable = lambda y, l1: None) -> tuple[Tensor, Tensor]:
-        """Take the step; call `between` with its results between the passes."""
-        self.clear()
-        outputs = self.function(self.leaves["x"])
-        between(*outputs)
-        torch.autograd.backward(outputs, self.gradients)
-        return outputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the results of a step, named as in Exact."""
-        y, l1 = self()
-        gradients = {f"d{name}": leaf.grad for name, leaf in self.leaves.items()}
-        self.clear()
-        return {"y": y.detach(), "l1": l1.detach()} | gradients
+    def __call__(self, between: Callable = lambda y, l1: None) -> dict[str, Tensor]:
+        """Return the results, named as in Exact; call `between` between the passes."""
+        outputs = y, l1 = self.function(self.leaves["x"])
+        between(y, l1)
+        gradients = torch.autograd.grad(outputs, list(self.leaves.values()), self.gradients)
+        names = (f"d{name}" for name in self.leaves)
+        return {"y": y.detach(), "l1": l1.detach()} | dict(zip(names, gradients, strict=True))
 
     def memory(self, gpu: Gpu) -> dict[str, int]:
         """Return the bytes held between the passes, and the most that a step allocates.
@@ -418,33 +371,10 @@ class Step:
         held: x, and the allocations that the forward pass keeps without y and l1, which go on to
         the next layer. x counts although the caller holds it here: in a model the layer keeps it.
         """
-        self.clear()
         held = []
 
         def between(y: Tensor, l1: Tensor) -> None:
             held.append(gpu.allocated() - y.nbytes - l1.nbytes)
 
         before, most = gpu.peak(partial(self, between))
-        self.clear()
         return {"held": held[0] - before + self.leaves["x"].nbytes, "peak": most - before}
-
-
-def sparse_step(case: Case, path: str) -> Step:
-    """Return the step of a SparseFFN as it is within `SparseTraining.attempts`."""
-    (layer,) = case.layers(TRITON)
-    layer.train()
-
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        with Collector([layer]) as collector:
-            y = layer(x)
-        return y, collector.terms[0][1]
-
-    step = Step(layer, function, case.x, case.gradients())
-    sparse = SparseTraining(layer, path=path)
-    for _ in sparse.attempts():  # to find the capacity
-        step()
-    step.clear()
-    step.attempts = sparse.attempts()  # stays open: the layer is dense after its end
-    next(step.attempts)
-    step.path, step.capacity = layer.train_path or "dense", layer.capacity
-    return step

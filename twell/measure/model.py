@@ -101,7 +101,7 @@ def language_model(
     providers = model_providers(compiled, precisions=in_passes)
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
-    def measure(draw: Draw, means: Sequence[float] | None) -> list[dict]:
+    def measure(means: Sequence[float] | None) -> list[dict]:
         """Add the rows of one activity; return each layer's activity on the first batch."""
         of_first: list[dict] = []
         subject.become(DENSE_EAGER)
@@ -110,10 +110,10 @@ def language_model(
             subject.take_weights()
         for shape in shapes:
             ids = draw(*shape)
-            passes, activity = measure_forward(subject, ids, providers)
+            passes, case, activity = measure_forward(subject, ids, providers)
             rows.add("model", passes)
             times = measure_layers(subject, ids) if layers and not of_first else None
-            rows.add("model_layers", layer_rows(subject.case(ids, activity), activity, times))
+            rows.add("model_layers", layer_rows(case, activity, times))
             of_first = of_first or activity
             torch.cuda.empty_cache()
         for batch in decode:
@@ -124,14 +124,15 @@ def language_model(
         return of_first
 
     with captured_by_hand() if graphs else nullcontext():
-        activity = [measure(draw, means) for means in levels]
+        activity = [measure(means) for means in levels]
         if alike:
             subject.become(DENSE_EAGER)
             imposed.draw_weights(model)
             subject.columns["profile"] = "imposed"
-            vocab_size = model.config.vocab_size
-            draw = functools.partial(imposed.draw_tokens, vocab_size, device=gpu.device)
-            measure(draw, [layer["mean"] for layer in activity[0]])
+            draw = functools.partial(
+                imposed.draw_tokens, model.config.vocab_size, device=gpu.device
+            )
+            measure([layer["mean"] for layer in activity[0]])
     return rows.by_file
 
 
@@ -144,13 +145,12 @@ def batch_of(tokens: Tensor, batch: int, context: int) -> Tensor:
 
 def measure_forward(
     subject: Subject, ids: Tensor, providers: Sequence[Provider]
-) -> tuple[list[dict], list[dict]]:
-    """Return rows of model.csv for a batch [B, S], and the activity of each layer."""
+) -> tuple[list[dict], dict, list[dict]]:
+    """Return rows of model.csv for a batch [B, S], its columns, and each layer's activity."""
     subject.become(DENSE_EAGER)
     model, gpu, tokens = subject.model, subject.gpu, ids.numel()
     activity = imposed.activity_of(model, ids)
-    subject.observe(activity, tokens)
-    case = subject.case(ids, activity)
+    case = subject.observe(ids, activity)
     title = f"{case['model']}  {len(ids)} x {ids.shape[1]} tokens  {case['active']:.4g} active"
     once = functools.partial(forward, model, ids)
     in_graph = subject.graphs and tokens <= GRAPH_TOKENS
@@ -172,7 +172,7 @@ def measure_forward(
     rows = subject.measure(case, providers, once, judge, take)
     for row in rows:
         row["tokens_per_ms"] = significant(tokens / row["p50"], 5)
-    return rows, activity
+    return rows, case, activity
 
 
 def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
@@ -188,11 +188,11 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
         case.allowed = check.allowed(case.exact, case.x, case.sets[0])
         case.calibration = subject.calibrations[index]
         sparse = Provider("triton", ops.choose(len(case.x)))
-        names = {"dense": DENSE_COMPILED, "sparse": sparse, "auto": AUTO}
-        columns = bench(case, names.values())
-        row = {name: columns[provider]["p50"] for name, provider in names.items()}
-        row |= {"auto_path": case.path(AUTO), "relative_rms": columns[sparse]["relative_rms"]}
-        rows.append(row)
+        names = {DENSE_COMPILED: "dense", sparse: "sparse", AUTO: "auto"}
+        calls = bench(subject.gpu, case.prepare, names)
+        row = {name: calls[provider].columns["p50"] for provider, name in names.items()}
+        row["relative_rms"] = calls[sparse].columns["relative_rms"]
+        rows.append(row | {"auto_path": calls[AUTO].columns["path"]})
 
     with imposed.before_ffn(subject.model, visit):
         forward(subject.model, ids)

@@ -22,20 +22,13 @@ PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 
 
-class Rows(nn.Module):
+class Rows(Float8Linear):
     """A product in FP8 with one scale a row, of an input that `read` has quantised."""
 
     read = staticmethod(float8.quantize)
 
-    def __init__(self, weight: Tensor):
-        super().__init__()
-        self.values, self.scale = (nn.Buffer(t) for t in self.read(weight.contiguous()))
-
     def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
-        return float8.linear(*x, self.values, self.scale, None)
-
-    def wide(self) -> Tensor:
-        return float8.wide(self.values, self.scale)
+        return float8.linear(*x, *self.tensors)
 
 
 class ByTensor(Rows):
@@ -48,22 +41,21 @@ class ByTensor(Rows):
         return values.to(float8.FLOAT8), amax / float8.LARGEST
 
     def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
-        scales = {"scale_a": x[1], "scale_b": self.scale}
+        scales = {"scale_a": x[1], "scale_b": self.weight_scale}
         options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-        return torch._scaled_mm(x[0], self.values.t(), **scales, **options)
-
-
-KINDS = {FP8: Rows, FP8_TENSOR: ByTensor}
+        return torch._scaled_mm(x[0], self.weight.t(), **scales, **options)
 
 
 @torch.no_grad()
 def round_weights(layer: nn.Module, precision: str) -> None:
     """Replace the projections of a dense layer by FP8 ones, in place."""
-    kind = KINDS[precision]
+    kind = {FP8: Rows, FP8_TENSOR: ByTensor}[precision]
     layer.read = kind.read
     for name in PROJECTIONS:
         if (part := getattr(layer, name)) is not None:
-            setattr(layer, name, kind(part.weight))
+            rounded = kind(part.in_features, part.out_features, None, part.weight.device)
+            rounded.weight, rounded.weight_scale = kind.read(part.weight)
+            setattr(layer, name, rounded)
 
 
 class Linears:

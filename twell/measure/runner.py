@@ -59,11 +59,11 @@ TURNS = {
 
 @dataclass
 class Call:
-    """A checked call of one provider, and how to time it.
+    """A checked call of one provider, how to time it, and its times.
 
     run: the function to time. columns: the provider's columns, such as its error. per_run: the
     calls that a run makes, such as layers of a graph. flush: empty the cache before each run.
-    enter: switches a shared model to this provider.
+    enter: switches a shared model to this provider. parts: the calls whose kernels are profiled.
     """
 
     run: Run
@@ -71,79 +71,78 @@ class Call:
     per_run: int = 1
     flush: bool = False
     enter: Run = lambda: None
+    parts: Sequence[Run] = ()
+    times: list[np.ndarray] = field(default_factory=list)  # ms of runs, by turn
+    metered: list[tuple[int, float, float]] = field(default_factory=list)  # runs, mJ and seconds
 
 
-def bench(case: Any, providers: Iterable[Hashable], turns: str = "layer") -> dict[Any, dict]:
-    """Check every provider, then time all in turns; return the columns by provider.
+def bench(
+    gpu: Gpu,
+    prepare: Callable[[Any], Call],
+    providers: Iterable[Hashable],
+    turns: str = "layer",
+) -> dict[Any, Call]:
+    """Check every provider, then time all in turns; return their calls.
 
-    case: has a `gpu`; its `prepare(provider)` returns a Call, or raises ArithmeticError for a wrong
-    result. Nothing is timed before all results were found correct. turns: a name of TURNS.
+    prepare: takes a provider and returns its Call, or raises ArithmeticError for a wrong result.
+    Nothing is timed before all results were found correct. turns: a name of TURNS.
 
-    The columns are the check's; p20, p50 and p80 of ms a call; with a meter also energy (mJ a call,
-    idle power included) and watts. The order of a round is random, with a fixed seed: under a power
-    limit, a call that always followed the hottest one would look slow.
+    The columns of a call become the check's; p20, p50 and p80 of ms a call; with a meter also
+    energy (mJ a call, idle power included) and watts. The order of a round is random, with a fixed
+    seed: under a power limit, a call that always followed the hottest one would look slow.
     """
     how = TURNS[turns]
-    timers = {key: _Timer(case.gpu, case.prepare(key), how) for key in providers}
+    calls = {provider: prepare(provider) for provider in providers}
     draws = random.Random(0)
     for _ in range(how.rounds):
-        for key in draws.sample(list(timers), len(timers)):
-            timers[key].turn()
-    return {key: timer.columns() for key, timer in timers.items()}
+        for provider in draws.sample(list(calls), len(calls)):
+            _take_turn(gpu, calls[provider], how)
+    for call in calls.values():
+        times = np.concatenate(call.times)
+        values = (significant(t, 4) for t in np.quantile(times, (0.2, 0.5, 0.8)) / call.per_run)
+        call.columns |= zip(("p20", "p50", "p80"), values, strict=True)
+        if gpu.meter is not None:
+            call.columns |= _energy(gpu, call, how, float(np.median(times)))
+    return calls
 
 
-class _Timer:
-    """Times one call in turns, and counts its energy: over the same turns where they are long."""
+def _take_turn(gpu: Gpu, call: Call, turns: Turns) -> None:
+    call.enter()
+    run, ms = call.run, turns.ms
+    if ms is None:
+        call.times.append(np.array([run()]))
+    elif call.flush:
+        call.times.append(gpu.flushed_times(run, ms))
+    else:
+        known = call.times[-1] if call.times else gpu.replay_times(run, 2)
+        one = float(known.mean())
+        repeat([run], min(math.ceil(turns.settle / one), 1000))
+        number = min(max(round(ms / one), 2), 1000)
+        times, *used = gpu.metered(lambda: gpu.replay_times(run, number))
+        call.times.append(times)
+        call.metered.append((number + LEAD, *used))
 
-    def __init__(self, gpu: Gpu, call: Call, turns: Turns):
-        self.gpu, self.call, self.turns = gpu, call, turns
-        self.times: list[np.ndarray] = []
-        self.trial = 0.0  # ms
-        self.counted: list[tuple[int, float, float]] = []  # runs, mJ and seconds
 
-    def turn(self) -> None:
-        self.call.enter()
-        run, ms = self.call.run, self.turns.ms
-        if ms is None:
-            self.times.append(np.array([run()]))
-            return
-        if self.call.flush:
-            self.times.append(self.gpu.flushed_times(run, ms))
-            return
-        self.trial = self.trial or float(self.gpu.replay_times(run, 2).mean())
-        repeat([run], min(math.ceil(self.turns.settle / self.trial), 1000))
-        number = min(max(round(ms / self.trial), 2), 1000)
-        times, *used = self.gpu.metered(lambda: self.gpu.replay_times(run, number))
-        self.times.append(times)
-        self.counted.append((number + LEAD, *used))
+def _energy(gpu: Gpu, call: Call, turns: Turns, ms: float) -> dict[str, float]:
+    """Return the columns energy and watts; runs of a median of `ms`.
 
-    def columns(self) -> dict:
-        times, per_run = np.concatenate(self.times), self.call.per_run
-        columns = self.call.columns | quantiles(times / per_run)
-        if self.gpu.meter is None:
-            return columns
-        if self.call.flush or self.turns.ms < ENERGY_MS / 2:
-            self.call.enter()
-            ms = float(np.median(times))
-            repeat([self.call.run], math.ceil(SETTLE_MS / ms))
-            number = math.ceil(ENERGY_MS / ms)
-            _, *used = self.gpu.metered(lambda: repeat([self.call.run], number))
-            self.counted = [(number, *used)]
-        runs, used, seconds = np.sum(self.counted, axis=0)
-        watts = round(float(used / 1e3 / seconds), 1)
-        return columns | {"energy": significant(used / runs / per_run, 5), "watts": watts}
+    Long turns were metered while they were timed, so that both are of the same clocks.
+    """
+    if call.flush or turns.ms < ENERGY_MS / 2:
+        call.enter()
+        repeat([call.run], math.ceil(SETTLE_MS / ms))
+        number = math.ceil(ENERGY_MS / ms)
+        _, *used = gpu.metered(lambda: repeat([call.run], number))
+        call.metered = [(number, *used)]
+    runs, used, seconds = np.sum(call.metered, axis=0)
+    energy = significant(used / runs / call.per_run, 5)
+    return {"energy": energy, "watts": round(float(used / 1e3 / seconds), 1)}
 
 
 def repeat(calls: Sequence[Run], rounds: int) -> None:
     for _ in range(rounds):
         for call in calls:
             call()
-
-
-def quantiles(times: np.ndarray) -> dict[str, float]:
-    """Return the columns p20, p50 and p80."""
-    values = (significant(value, 4) for value in np.quantile(times, [0.2, 0.5, 0.8]))
-    return dict(zip(("p20", "p50", "p80"), values, strict=True))
 
 
 class Gpu:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -120,10 +119,22 @@ class Subject:
                 ffn.calibration = None if provider.in_fp8 else calibration
         self.model.set_ffn_backend(provider.backend)
 
-    def observe(self, activity: Sequence[dict], tokens: int) -> None:
-        """Give "auto" each layer's activity, in unions of `tokens` tokens, at most BLOCK."""
+    def observe(self, ids: Tensor, activity: Sequence[dict]) -> dict:
+        """Give "auto" each layer's activity on a batch [B, S]; return the columns of the batch.
+
+        They are means over layers, and the most active neurons of a token.
+        """
+        tokens = ids.numel()
         for ffn, layer in zip(self.model.ffns, activity, strict=True):
             ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
+        return self.columns | {
+            "batch": ids.shape[0],
+            "context": ids.shape[1],
+            "tokens": tokens,
+            "active": round(fmean(layer["mean"] for layer in activity), 2),
+            "active_max": int(max(layer["max"] for layer in activity)),
+            "union": round(fmean(layer["union"] for layer in activity), 1),
+        }
 
     def paths(self, provider: Provider, tokens: int) -> str:
         """Return the number of layers by the path that computes `tokens` tokens: "union 38"."""
@@ -136,16 +147,11 @@ class Subject:
         paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
-    def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
-        """Return a case's columns: means over layers, and the most active neurons of a token."""
-        return self.columns | {
-            "batch": ids.shape[0],
-            "context": ids.shape[1],
-            "tokens": ids.numel(),
-            "active": round(fmean(layer["mean"] for layer in activity), 2),
-            "active_max": int(max(layer["max"] for layer in activity)),
-            "union": round(fmean(layer["union"] for layer in activity), 1),
-        }
+    def check_layers(self, provider: Provider, once: Run, title: str) -> float:
+        """Compare each layer of the pass `once` by a provider with fp64; return the worst error."""
+        self.become(provider)
+        what = f"{provider.backend} {provider.precision or 'bf16'} of {title}"
+        return check.check_layers(self.model.ffns, once, what)
 
     def measure(
         self,
@@ -162,27 +168,19 @@ class Subject:
         compares the results of passes. take: returns a provider's result, the run to be timed and
         columns; the model computes by the provider already. per_run: the calls that a run makes.
         """
-        worst: dict[Provider, float] = {}
+        worst = functools.cache(lambda eager: self.check_layers(eager, once, judge.title))
 
         def prepare(provider: Provider) -> Call:
-            eager = replace(provider, compilation=EAGER)
-            if eager not in worst:
-                self.become(eager)
-                what = f"{provider.backend} {provider.precision or 'bf16'} of {judge.title}"
-                worst[eager] = check.check_layers(self.model.ffns, once, what)
+            layer_rms = worst(replace(provider, compilation=EAGER))
             self.become(provider)
             result, run, columns = take(provider)
             error = judge.check(provider.name, result, provider.in_fp8)
-            columns["relative_rms"] = significant(error, 3)
-            columns["layer_rms"] = significant(worst[eager], 3)
+            columns |= {"provider": provider.name, "path": self.paths(provider, case["tokens"])}
+            columns |= {"relative_rms": significant(error, 3), "layer_rms": significant(layer_rms, 3)}
             return Call(run, columns, per_run, enter=functools.partial(self.become, provider))
 
-        passes = SimpleNamespace(gpu=self.gpu, prepare=prepare)
-        tokens = case["tokens"]
-        return [
-            case | {"provider": one.name, "path": self.paths(one, tokens)} | columns
-            for one, columns in bench(passes, providers, "pass").items()
-        ]
+        calls = bench(self.gpu, prepare, providers, "pass")
+        return [case | call.columns for call in calls.values()]
 
 
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:

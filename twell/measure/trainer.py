@@ -65,9 +65,8 @@ def train_step(
         for kind in compilations(compiled)
         for backend, path in (("dense", None), ("triton", "union"))
     ]
-    columns = bench(trainer, providers, "optimizer")
-    for provider in providers:
-        rows.add("train_step", [trainer.row(provider, columns[provider])])
+    for provider, call in bench(gpu, trainer.prepare, providers, "optimizer").items():
+        rows.add("train_step", [trainer.row(provider, call.columns)])
     trainer.leave()
     return rows.by_file["train_step"]
 
