@@ -40,8 +40,7 @@ class Pair:
         self.gpu = runner.Gpu()
         size, overrides = SIZES
         model, config = random_model(size, overrides, 4096, self.gpu.device)
-        sample = imposed.draw_tokens(config.vocab_size, 64, 128, device=self.gpu.device, seed=1)
-        imposed.impose(model, [ACTIVE] * config.num_layers, sample)
+        imposed.impose(model, [ACTIVE] * config.num_layers)
         kept = {k: v for k, v in model.config.to_dict().items() if k in LlamaConfig().to_dict()}
         with self.gpu.device:
             stock = LlamaForCausalLM(LlamaConfig(**kept)).to(torch.bfloat16).eval()

@@ -75,8 +75,7 @@ def test_unions_and_heavy_tokens_are_as_recorded():
 
 
 @pytest.mark.parametrize("behind", [0, 5])
-def test_activity_is_that_of_a_plain_loop(behind, monkeypatch):
-    monkeypatch.setattr(imposed, "ACTIVITY_CHUNK", 130)  # not a multiple of the block
+def test_activity_is_that_of_a_plain_loop(behind):
     model, tokens = measure.model(num_hidden_layers=1), imposed.draw_tokens(640, 3, 100)
     (activity,) = imposed.activity_of(model, tokens, behind)
     (active,) = measure.active_entries(model, tokens)

@@ -114,9 +114,3 @@ def prepare_out(path: Path, ending: str) -> None:
     if path.name in results.KEPT_FILES and path.exists():
         raise FileExistsError(f"{path} belongs to a run or a model; give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def say(line: str) -> None:
-    """Print a line of progress at once, in the first one of several processes."""
-    if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)

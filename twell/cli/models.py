@@ -25,7 +25,6 @@ from twell.cli.common import (
     option,
     prepare_out,
     read_text,
-    say,
 )
 
 AGGREGATE, COMPARE, MACHINE = "With --aggregate", "Compare", "Machine"
@@ -131,7 +130,7 @@ def trace(
 
     if aggregate:
         limit = trace.MAX_BYTES if max_bytes is None else max_bytes
-        result = trace.aggregate_run(model, read, tokens, max_bytes=limit, say=say)
+        result = trace.aggregate_run(model, read, tokens, max_bytes=limit, progress=True)
     elif valid:
         result = trace.trace_validation(model)
     else:

@@ -40,7 +40,6 @@ LOGIT = 0.1
 # Mean active neurons over layers at the recommended L1 coefficient, from the paper's text. It does
 # not print that of 1b, which lies between its neighbours. ACTIVE: of a size that it does not have.
 PAPER_ACTIVE, ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}, 29.0
-ACTIVITY_CHUNK = 8192  # tokens whose activity is counted at a time
 
 
 def mean_of(size: str, active: float | None) -> float:
@@ -109,15 +108,21 @@ def before_ffn(
 
 @torch.no_grad()
 def impose(
-    model: SparseLlamaForCausalLM, means: Sequence[float], tokens: Tensor, seed: int = 0
+    model: SparseLlamaForCausalLM,
+    means: Sequence[float],
+    tokens: Tensor | None = None,
+    seed: int = 0,
 ) -> None:
     """Set gates so that layer l has a mean of means[l] active neurons on `tokens` [B, S].
 
     In a model of `draw_weights`, by one dense pass under the present autocast; may be repeated. The
-    down projections are scaled too, so layers of any activity add alike to the stream. Raises
-    ValueError for means that a layer cannot have.
+    down projections are scaled too, so layers of any activity add alike to the stream. tokens:
+    None draws 64 documents. Raises ValueError for means that a layer cannot have.
     """
-    most = model.config.intermediate_size
+    config, most = model.config, model.config.intermediate_size
+    if tokens is None:
+        context = min(config.max_position_embeddings, 128)
+        tokens = draw_tokens(config.vocab_size, 64, context, device=model.device, seed=1)
     require(
         len(means) == len(model.ffns) and all(0 < mean < most for mean in means),
         f"active is {', '.join(f'{mean:.4g}' for mean in means)}; each of {len(model.ffns)} layers "
@@ -154,29 +159,23 @@ def _set_threshold(weight: Tensor, rows: Tensor, mean: float, seed: int) -> None
 
 
 @torch.no_grad()
-def layer_activity(ffn: SparseFFN, x: Tensor, block: int = BLOCK) -> dict[str, float]:
-    """Return `summarize_activity` of a layer's input x [..., K], and the mean union of blocks."""
-    stats, unions = ActivityStats(ffn.intermediate_size), []
-    for rows in x.flatten(0, -2).split(ACTIVITY_CHUNK // block * block):
-        active = torch.relu(ffn.first(rows)) != 0
-        stats.record(active)
-        unions += [tokens.any(0).sum() for tokens in active.split(block)]
-    union = float(torch.stack(unions).double().mean())
-    return summarize_activity(*stats.take()) | {"union": union}
-
-
-@torch.no_grad()
 def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor, behind: int = 0) -> list[dict]:
-    """Return `layer_activity` of each layer, by one pass over `tokens` [B, S].
+    """Return of each layer `summarize_activity` and the mean union of blocks.
 
-    behind: count as decoding does behind so many tokens, one token of each document at a time.
+    By one pass over `tokens` [B, S]. behind: count as decoding does behind so many tokens, one
+    token of each document at a time.
     """
     activity: list[dict] = []
 
     def visit(_: int, ffn: SparseFFN, x: Tensor) -> None:
+        block = BLOCK
         if behind:
-            x = x[:, behind:].transpose(0, 1)
-        activity.append(layer_activity(ffn, x, min(x.shape[1], BLOCK) if behind else BLOCK))
+            x, block = x[:, behind:].transpose(0, 1), min(len(x), BLOCK)
+        active = torch.relu(ffn.first(x.flatten(0, -2))) != 0
+        stats = ActivityStats(ffn.intermediate_size)
+        stats.record(active)
+        union = torch.stack([rows.any(0).sum() for rows in active.split(block)]).double().mean()
+        activity.append(summarize_activity(*stats.take()) | {"union": float(union)})
 
     with before_ffn(model, visit):
         model.model(input_ids=tokens, use_cache=False)

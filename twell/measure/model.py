@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -41,7 +41,6 @@ FILES = "model", "model_layers", "decode"
 TIMES = "dense", "sparse", "auto", "auto_path", "relative_rms"  # of layers alone
 ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
-Draw = Callable[..., Tensor]
 
 
 @torch.no_grad()
@@ -82,31 +81,34 @@ def language_model(
     reason = float8.why_not(gpu.device) if fp8 else None
     require(reason is None, f"FP8 cannot be measured here: {reason}")
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
-    longest = max(lengths, default=1)
+    longest, text, levels = max(lengths, default=1), None, [None]
     if checkpoint is None:
-        means = active or [imposed.mean_of(size, None)]
         model, config = random_model(size, overrides, longest, gpu.device)
+        means = active or [imposed.mean_of(size, None)]
         levels = [layer_means(profile, config.num_layers, mean) for mean in means]
-        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     else:
-        (size, model, text), profile, levels = checkpoint, "checkpoint", [None]
+        size, model, text = checkpoint
         check_model(size, model.config, longest)
-        draw = functools.partial(batch_of, torch.as_tensor(text, device=gpu.device))
         model = model.to(gpu.device).requires_grad_(False).eval()
+        profile = ORDERED if ordered else "checkpoint"
         if ordered:
-            profile = ORDERED
             order_tokens(model)
     subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
     providers = model_providers(compiled, precisions=in_passes)
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
+    def draw(batch: int, context: int) -> Tensor:
+        if subject.columns["profile"] in (ORDERED, "checkpoint"):
+            return batch_of(torch.as_tensor(text, device=gpu.device), batch, context)
+        return imposed.draw_tokens(model.config.vocab_size, batch, context, device=gpu.device)
+
     def measure(means: Sequence[float] | None) -> list[dict]:
         """Add the rows of one activity; return each layer's activity on the first batch."""
         of_first: list[dict] = []
         subject.become(DENSE_EAGER)
         if means is not None:
-            imposed.impose(model, means, draw(64, min(128, longest), seed=1))
+            imposed.impose(model, means)
             subject.take_weights()
         for shape in shapes:
             ids = draw(*shape)
@@ -129,9 +131,6 @@ def language_model(
             subject.become(DENSE_EAGER)
             imposed.draw_weights(model)
             subject.columns["profile"] = "imposed"
-            draw = functools.partial(
-                imposed.draw_tokens, model.config.vocab_size, device=gpu.device
-            )
             measure([layer["mean"] for layer in activity[0]])
     return rows.by_file
 

@@ -45,15 +45,14 @@ def serve(
     """
     gpu, rows = runner.Gpu(), Rows(out, "serve")
     model, config = random_model(size, overrides, LONGEST + NEW_TOKENS, gpu.device)
-    draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
     mean = imposed.mean_of(size, active)
-    imposed.impose(model, layer_means(profile, config.num_layers, mean), draw(64, 128, seed=1))
+    imposed.impose(model, layer_means(profile, config.num_layers, mean))
     g = torch.Generator().manual_seed(SEED)
     lengths = torch.randint(SHORTEST, LONGEST + 1, (REQUESTS,), generator=g)
     tokens = imposed.draw_tokens(config.vocab_size, REQUESTS, LONGEST, seed=SEED)
     texts = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
     subject = Subject(size, model, profile, gpu)
-    ids = draw(1, LONGEST)
+    ids = imposed.draw_tokens(config.vocab_size, 1, LONGEST, device=gpu.device)
     case = subject.observe(ids, imposed.activity_of(model, ids))
     first_tokens: dict[Provider, list[float]] = {}  # ms, of all rounds
 

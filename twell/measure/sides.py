@@ -86,12 +86,7 @@ class Subject:
     """
 
     def __init__(
-        self,
-        name: str,
-        model: SparseLlamaForCausalLM,
-        profile: str,
-        gpu: Gpu,
-        graphs: bool = True,
+        self, name: str, model: SparseLlamaForCausalLM, profile: str, gpu: Gpu, graphs: bool = True
     ):
         self.model, self.gpu, self.graphs = model, gpu, graphs
         self.columns = model_columns(name, model, profile)

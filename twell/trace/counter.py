@@ -299,7 +299,6 @@ class Near:
     """
 
     def __init__(self, places: Table, max_abs: np.ndarray, sequences: Sequence[Sequence[int]]):
-        _, _, self.before, self.after, _ = CONTEXTS[0]
         self.places, at = places, places[0]
         self.at, self.size = at.reshape(len(at), -1), at.shape[1:]
         self.unit = torch.from_numpy(np.where(max_abs > 0, max_abs, 1) / 127)
@@ -310,32 +309,33 @@ class Near:
         numbers = np.unique(self._sequence(at[at >= 0]))
         self.starts = self.bounds[numbers]
         self.held = [sequences[number] for number in numbers]
-        self.values = np.zeros((*self.at.shape, self.before + 1 + self.after), np.int8)
+        _, _, before, after, _ = CONTEXTS[0]
+        self.values = np.zeros((*self.at.shape, before + 1 + after), np.int8)
         self.done = 0
 
     def _sequence(self, at: np.ndarray) -> np.ndarray:
         return np.searchsorted(self.bounds, at, side="right") - 1
 
+    def _around(self, at: np.ndarray, contexts: Contexts) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens around places [n, before + 1 + after], and which their sequence has."""
+        tokens = at[:, None] + np.arange(-contexts.before, contexts.after + 1)
+        sequence = self._sequence(at)[:, None]
+        return tokens, (tokens >= self.bounds[sequence]) & (tokens < self.bounds[sequence + 1])
+
     def begin(self, ids: Tensor) -> None:
-        """Find the places of each layer in these sequences, and the tokens around them."""
-        number, length = ids.shape
-        starts = self.starts[self.done : self.done + number]
-        self.done += number
-        self.num_tokens, self.inside = ids.numel(), []
-        for at, order in zip(self.sorted, self.order, strict=True):
-            here = slice(*np.searchsorted(at, [starts[0], starts[-1] + length]))
-            sequence = np.searchsorted(starts, at[here], side="right") - 1
-            near = (at[here] - starts[sequence])[:, None] + np.arange(-self.before, self.after + 1)
-            outside = (near < 0) | (near >= length)
-            row = np.where(outside, self.num_tokens, sequence[:, None] * length + near)
-            self.inside.append((order[here], row))
+        starts = self.starts[self.done : self.done + len(ids)]
+        self.done += len(ids)
+        self.batch = (starts[:, None] + np.arange(ids.shape[1])).reshape(-1)  # ascending
 
     def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
         code = (value / self.unit[layer].to(value.device)[neuron]).round()
         code = torch.where(code == 0, value.sign(), code).to(torch.int8)
-        codes = code.new_zeros(self.num_tokens + 1, self.size[0])  # the last row is no token
+        codes = code.new_zeros(len(self.batch) + 1, self.size[0])  # the last row is no token
         codes[token, neuron] = code
-        place, row = self.inside[layer]
+        here = slice(*np.searchsorted(self.sorted[layer], [self.batch[0], self.batch[-1] + 1]))
+        place = self.order[layer, here]
+        tokens, inside = self._around(self.sorted[layer, here], CONTEXTS[0])
+        row = np.where(inside, np.searchsorted(self.batch, tokens), -1)
         self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
 
     def end(self, logprob: Tensor) -> None:
@@ -354,11 +354,8 @@ class Near:
         around = slice(wide.before - contexts.before, wide.before + 1 + contexts.after)
         near = self.values.reshape(len(self.at), *self.size, -1)
         near = near[:, :, [*range(contexts.top), *columns], around]
-        place = np.unique(at[at >= 0])[:, None]
-        tokens = place + np.arange(-contexts.before, contexts.after + 1)
-        sequence = self._sequence(place)
-        same = (tokens >= self.bounds[sequence]) & (tokens < self.bounds[sequence + 1])
-        text_at = np.unique(tokens[same])
+        tokens, inside = self._around(np.unique(at[at >= 0]), contexts)
+        text_at = np.unique(tokens[inside])
         return {
             "top_at": top_at,
             "top_value": rounded(top_value),

@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import scipy.sparse
 import torch
+from accelerate.utils import tqdm
+from scipy.sparse import csr_array
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -34,32 +36,6 @@ MAX_BYTES = 2_000_000
 BYTES_A_NEURON = 32
 MOST_TOKENS = 2**20  # of a run's aggregate, by default
 COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
-SAY_EVERY = 5  # seconds between two lines about the progress
-
-
-class Progress:
-    """Says every five seconds how much is done, and how long the rest will take."""
-
-    def __init__(self, total: int, unit: str, say: Callable[[str], None] | None):
-        self.total, self.unit, self.say, self.done = total, unit, say, 0
-        self.start = self.said = time.perf_counter()
-
-    def add(self, number: int = 1) -> None:
-        """Note that `number` more are done."""
-        self.done += number
-        now = time.perf_counter()
-        if self.say and now - self.said > SAY_EVERY:
-            speed = self.done / (now - self.start)
-            minutes, seconds = divmod(int(max(self.total - self.done, 0) / speed), 60)
-            done = f"{self.done:,} of {self.total:,} {self.unit}"
-            self.say(f"{done}  {speed:,.1f}/s  {minutes}:{seconds:02d} left")
-            self.said = now
-
-    def over(self, items: Iterable, size: Callable[[Any], int] = lambda item: 1) -> Iterator:
-        """Yield the items, and note each as done when the next one is requested."""
-        for item in items:
-            yield item
-            self.add(size(item))
 
 
 class Watcher(Collector):
@@ -138,25 +114,29 @@ def same_length(sequences: Iterable[Sequence[int]], batch: int) -> Iterator[list
             yield group
 
 
+def _with_bar(items: Sequence, unit: str, shown: bool) -> Iterable:
+    return tqdm(items, unit=f" {unit}", mininterval=5, disable=not shown)
+
+
 # --- records of sequences, texts and runs
 
 
 class Recorder:
-    """An observer that keeps every active entry."""
+    """An observer that keeps every active entry: for each layer the batches, as CSR [T, N]."""
 
     def __init__(self, num_layers: int, intermediate_size: int):
-        self.dtype = Trace.dtype(intermediate_size)
-        # For each layer and batch: active neurons of each token, indices, values.
-        self.layers: list[list[tuple[np.ndarray, ...]]] = [[] for _ in range(num_layers)]
-        self.logprob: list[np.ndarray] = []
+        self.size = intermediate_size
+        self.layers: list[list[csr_array]] = [[] for _ in range(num_layers)]
+        self.logprob = [np.zeros(0, np.float32)]
 
     def begin(self, ids: Tensor) -> None:
         self.num_tokens = ids.numel()
 
     def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        counts = torch.bincount(token, minlength=self.num_tokens)
-        counts, neuron, value = (t.cpu().numpy() for t in (counts, neuron, value))
-        self.layers[layer].append((counts, neuron.astype(self.dtype), value))
+        ends = torch.bincount(token, minlength=self.num_tokens).cumsum(0)
+        ends, neuron, value = (t.cpu().numpy() for t in (ends, neuron.int(), value))
+        part = csr_array((value, neuron, np.append(0, ends)), (self.num_tokens, self.size))
+        self.layers[layer].append(part)
 
     def end(self, logprob: Tensor) -> None:
         self.logprob.append(logprob.reshape(-1).cpu().numpy())
@@ -165,30 +145,23 @@ class Recorder:
 def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
     """Return the trace of sequences, without the strings of their tokens."""
     ffns = sparse_ffns(model)
-    size = ffns[0].intermediate_size
-    recorder = Recorder(len(ffns), size)
+    recorder = Recorder(len(ffns), size := ffns[0].intermediate_size)
     watch(model, sequences, batch, recorder)
-    parts = [part for layer in recorder.layers for part in layer]
-    counts, indices, values = (
-        _concatenate([part[n] for part in parts], dtype)
-        for n, dtype in enumerate((np.int64, recorder.dtype, np.float32))
-    )
-    token_ids, lengths = _concatenate(sequences, np.int32), list(map(len, sequences))
+    none = csr_array((0, size), dtype=np.float32)
+    h = scipy.sparse.vstack([none, *itertools.chain(*recorder.layers)], format="csr")
+    lengths = np.array([len(sequence) for sequence in sequences], np.int64)
+    token_ids = np.fromiter(itertools.chain(*sequences), np.int32)
     return Trace(
         token_ids=token_ids,
         strings=[""] * len(token_ids),
-        logprob=_concatenate(recorder.logprob, np.float32),
+        logprob=np.concatenate(recorder.logprob),
         sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
-        position=_concatenate(map(np.arange, lengths), np.int32),
-        indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        indices=indices,
-        values=values,
+        position=np.fromiter(itertools.chain(*map(range, lengths)), np.int32),
+        indptr=h.indptr.astype(np.int64),
+        indices=h.indices.astype(Trace.dtype(size)),
+        values=h.data,
         intermediate_size=size,
     )
-
-
-def _concatenate(arrays: Iterable, dtype: np.dtype) -> np.ndarray:
-    return np.concatenate([np.zeros(0, dtype), *(np.asarray(array, dtype) for array in arrays)])
 
 
 def trace_tokens(
@@ -237,16 +210,15 @@ def aggregate(
     seed: int = 0,
     max_bytes: int = MAX_BYTES,
     meta: dict | None = None,
-    say: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> Aggregate:
     """Run sequences of token ids through the model, each from position 0, and count.
 
     A second run reads the values at the tokens around the places that are shown.
 
-    seed: decides which firings are sampled; max_bytes: the limit of the file; say: gets a line
-    every five seconds. Raises ValueError for a token that the model does not have, for no tokens,
-    and for a model whose counts exceed max_bytes; FloatingPointError for values that are not
-    finite.
+    seed: decides which firings are sampled; max_bytes: the limit of the file; progress: show a
+    bar. Raises ValueError for a token that the model does not have, for no tokens, and for a model
+    whose counts exceed max_bytes; FloatingPointError for values that are not finite.
     """
     ffns = sparse_ffns(model)
     layers, size = len(ffns), ffns[0].intermediate_size
@@ -259,13 +231,12 @@ def aggregate(
     vocab_size, batch = model.config.vocab_size, max(BATCH_TOKENS // longest, 1)
     counter = Counter(layers, size, vocab_size, longest, seed=seed, device=model.device)
 
-    def run(sequences: Sequence[Sequence[int]], unit: str, observer: object) -> None:
-        progress = Progress(sum(map(len, sequences)), unit, say)
-        watch(model, progress.over(sequences, len), batch, observer)
+    def run(sequences: Sequence[Sequence[int]], observer: object) -> None:
+        watch(model, _with_bar(sequences, "sequences", progress), batch, observer)
 
-    run(sequences, "tokens", counter)
+    run(sequences, counter)
     near = counter.near(sequences)
-    run(near.held, "tokens of examples", near)
+    run(near.held, near)
     meta = (meta or {}) | {"context": longest, "seed": seed}
     return counter.finish(sequences, near, tokenizer, max_bytes, meta)
 
@@ -276,7 +247,7 @@ def aggregate_run(
     tokens: int | None = None,
     *,
     max_bytes: int = MAX_BYTES,
-    say: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> Aggregate:
     """Count a run over its whole validation split or a text, on a GPU where there is one.
 
@@ -296,7 +267,7 @@ def aggregate_run(
     ids = ids[: MOST_TOKENS if tokens is None else tokens]
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     meta |= {"l1_coefficient": getattr(model.config, "l1_coefficient", None)}
-    return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, say=say)
+    return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, progress=progress)
 
 
 # --- the loss without single neurons
@@ -308,7 +279,7 @@ def silenced_loss(
     neurons: Sequence[tuple[int, int]],
     *,
     batch: int = 32,
-    say: Callable[[str], None] | None = None,
+    progress: bool = False,
 ) -> pd.DataFrame:
     """Silence neurons (layer, neuron) one at a time; return the change of the loss for each.
 
@@ -317,9 +288,9 @@ def silenced_loss(
     error from the differences between sequences (NaN for a single one); change_after, the mean
     over the tokens right after a firing (NaN without any).
 
-    Only sequences in which a neuron fires are computed again: it cannot change the others. `say`
-    gets a line every five seconds. Raises IndexError for a neuron that does not exist, ValueError
-    when no token is predicted. Ours.
+    Only sequences in which a neuron fires are computed again: it cannot change the others.
+    progress: show a bar. Raises IndexError for a neuron that does not exist, ValueError when no
+    token is predicted. Ours.
     """
     traced = record(model, sequences, batch)
     starts = np.flatnonzero(traced.position == 0)
@@ -327,7 +298,7 @@ def silenced_loss(
     if not predicted.sum():
         raise ValueError("no token is predicted; give a sequence of at least two tokens")
     rows = []
-    for layer, neuron in Progress(len(neurons), "neurons", say).over(neurons):
+    for layer, neuron in _with_bar(neurons, "neurons", progress):
         fires = _firings(traced, layer, neuron)
         silent = scaled_logprob(model, sequences, traced, layer, neuron, 0, batch=batch)
         change = traced.logprob.astype(np.float64) - silent  # of each token's loss
