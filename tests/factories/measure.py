@@ -6,8 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
 from twell.measure import imposed, runner
+from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import Case
-from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU

@@ -9,8 +9,8 @@ from tests.factories import SEED, measure
 from tests.factories.measure import relative
 from twell.measure import check
 from twell.measure.check import Exact
+from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import DenseLayer, Step, TrainingCase
-from twell.measure.patterns import synthetic_layer
 from twell.sparse import reference
 
 

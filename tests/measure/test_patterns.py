@@ -8,7 +8,7 @@ from tests.factories import SEED, measure
 from tests.factories.measure import counts_of
 from twell import results
 from twell.measure import imposed
-from twell.measure.patterns import EVEN, SKEWED, layer_means, synthetic_layer
+from twell.measure.imposed import EVEN, SKEWED, layer_means, synthetic_layer
 
 
 def test_the_papers_profile_has_its_hump_and_its_mean():

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from twell.corpus import load_tokenizer
 from twell.measure.providers import FP8, Provider
-from twell.measure.quantized import Linears
+from twell.measure.sides import Linears
 from twell.models import load_stock, read_json, resolve
 from twell.sparse.layer import SparseFFN
 from twell.trace import load_with_tokenizer

@@ -10,8 +10,8 @@ import torch
 
 from twell import results
 from twell.measure import runner
+from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import Case, TrainingCase, check_sizes, default_mode
-from twell.measure.patterns import synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, FP8, UNION, Provider
 from twell.measure.rows import significant
 from twell.measure.runner import bench

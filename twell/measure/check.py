@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from twell.measure.patterns import Weights
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation
 from twell.sparse.layer import SparseFFN
 
+Weights = tuple[Tensor | None, Tensor, Tensor]
 TOLERANCE = {
     # Relative RMS of a bf16 layer or of a tensor of its step; dense products are at 3e-3 to 4e-3.
     "layer": 5e-3,

@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from twell.measure import quantized, runner
-from twell.measure.check import BLOCK, Exact, exact_layer
-from twell.measure.patterns import PATTERNS, Weights, permuted, synthetic_layer
+from twell.measure import runner
+from twell.measure.check import BLOCK, Exact, Weights, exact_layer
+from twell.measure.imposed import PATTERNS, permuted, synthetic_layer
 from twell.measure.providers import (
     AUTO,
     COMPILED,
@@ -32,17 +32,18 @@ from twell.measure.providers import (
     UNION,
     Provider,
 )
-from twell.measure.quantized import PROJECTIONS
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import MODES, Call, Gpu, bench, repeat
 from twell.models.quantize import quantize_
 from twell.sparse import float8
 from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.calibration import EAGER, Calibration
+from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
 from twell.sparse.training import SparseTraining
 
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
 FORWARD_TOKENS, BACKWARD_TOKENS = (131_072, 16_384, 2048, 64, 16, 1), (65_536, 16_384)
 GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
@@ -118,13 +119,55 @@ def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int)
     require(intermediate_size >= 1, unfit)
 
 
-class DenseLayer(nn.Module):
-    """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models."""
+class ByRow(Float8Linear):
+    """A product in FP8 with one scale a row, of an input that `read` has quantised."""
 
-    def __init__(self, weights: Weights, bias: bool = False, act: Activation = RELU):
+    read = staticmethod(float8.quantize)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return float8.linear(*x, *self.tensors)
+
+
+class ByTensor(ByRow):
+    """The same product with one scale a tensor."""
+
+    @staticmethod
+    def read(x: Tensor) -> tuple[Tensor, Tensor]:
+        amax = x.abs().amax().float().clamp(min=float8.SMALLEST)
+        values = (x.float() * (float8.LARGEST / amax)).clamp(-float8.LARGEST, float8.LARGEST)
+        return values.to(float8.FLOAT8), amax / float8.LARGEST
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        scales = {"scale_a": x[1], "scale_b": self.weight_scale}
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return torch._scaled_mm(x[0], self.weight.t(), **scales, **options)
+
+
+class DenseLayer(nn.Module):
+    """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models.
+
+    precision: FP8 or FP8_TENSOR, of all three products; exact results have the same rounded
+    weights, so `relative_rms` does not show what rounding costs.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        bias: bool = False,
+        act: Activation = RELU,
+        precision: str | None = None,
+    ):
         super().__init__()
-        self.act, self.read = act, lambda x: x  # `read` quantises inputs, see quantized.py
+        self.act, self.read = act, lambda x: x
         give(self, (*weights[:2], weights[2].contiguous()), bias)
+        if precision is not None:
+            kind = {FP8: ByRow, FP8_TENSOR: ByTensor}[precision]
+            self.read = kind.read
+            for name in PROJECTIONS:
+                if (part := getattr(self, name)) is not None:
+                    rounded = kind(part.in_features, part.out_features, None, part.weight.device)
+                    rounded.weight, rounded.weight_scale = kind.read(part.weight)
+                    setattr(self, name, rounded)
 
     def hidden(self, x: Tensor) -> Tensor:
         x, act = self.read(x), self.act
@@ -240,10 +283,8 @@ class Case:
         """
         if provider.backend != "dense" or provider.path:
             return [self._sparse(provider, weights) for weights in self.sets]
-        layers = [DenseLayer(weights, self.bias, self.act) for weights in self.sets]
-        for layer in layers if provider.in_fp8 else ():
-            quantized.round_weights(layer, provider.precision)
-        return layers
+        about = self.bias, self.act, provider.precision
+        return [DenseLayer(weights, *about) for weights in self.sets]
 
     def _sparse(self, provider: Provider, weights: Weights) -> SparseFFN:
         c = self.columns

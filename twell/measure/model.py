@@ -18,8 +18,8 @@ from torch import Tensor
 
 from twell.measure import check, imposed, runner
 from twell.measure.decode import GENERATION, joined_projections, measure_decode
+from twell.measure.imposed import layer_means
 from twell.measure.layer import GRAPH_TOKENS, Case
-from twell.measure.patterns import layer_means
 from twell.measure.providers import (
     AUTO,
     DENSE_COMPILED,

@@ -17,7 +17,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from twell.measure import imposed, runner
-from twell.measure.patterns import layer_means
+from twell.measure.imposed import layer_means
 from twell.measure.providers import Provider, model_providers
 from twell.measure.rows import Rows, significant
 from twell.measure.sides import Subject, forward, random_model

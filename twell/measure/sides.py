@@ -16,19 +16,21 @@ from dataclasses import replace
 from statistics import fmean
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
 from twell.measure import check, imposed
-from twell.measure.layer import allow_recompiling, check_sizes
-from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
-from twell.measure.quantized import Linears
+from twell.measure.layer import PROJECTIONS, allow_recompiling, check_sizes
+from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.quantize import QUANTIZED
 from twell.sparse import calibration as plan
+from twell.sparse.float8 import Float8Linear
 
+ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
 
@@ -75,6 +77,39 @@ def exact_hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
     wide = copy.deepcopy(model).float()
     wide.set_ffn_backend("dense")
     return forward(wide, ids)[0]
+
+
+class Linears:
+    """The linear layers of a model in bf16, some of them in FP8 as a provider wants.
+
+    A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
+    of attention are in FP8 too.
+    """
+
+    def __init__(self, model: SparseLlamaForCausalLM):
+        if any(ffn.quantized for ffn in model.ffns):
+            raise ValueError("the model has FP8 weights already; take the one in bf16")
+        self.model = model
+        self.replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+        self.quantized: dict[nn.Linear, Float8Linear] = {}  # of the weights they had first
+
+    def become(self, provider: Provider) -> None:
+        for module, name, part in self.replaced:
+            setattr(module, name, part)
+        self.replaced = []
+        names = PROJECTIONS if provider.backend == "dense" else QUANTIZED
+        for layer in self.model.model.layers:
+            self._quantize(layer.mlp, names if provider.in_fp8 else ())
+            self._quantize(layer.self_attn, ATTENTION if provider.precision == FP8_ALL else ())
+
+    def _quantize(self, module: nn.Module, names: Sequence[str]) -> None:
+        for name in names:
+            part = getattr(module, name)
+            if part is not None:
+                if part not in self.quantized:
+                    self.quantized[part] = Float8Linear.of(part)
+                self.replaced.append((module, name, part))
+                setattr(module, name, self.quantized[part])
 
 
 class Subject:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from twell.config import TrainConfig
 from twell.measure import imposed, runner
 from twell.measure.check import TOLERANCE
-from twell.measure.patterns import layer_means
+from twell.measure.imposed import layer_means
 from twell.measure.providers import Provider, compilations
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import Call, bench
