@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from twell.measure import check, imposed
 from twell.measure.providers import DENSE_EAGER, EAGER, Provider
 from twell.measure.rows import significant
-from twell.measure.runner import Run
+from twell.measure.runner import Run, compiled
 from twell.measure.sides import COMPILE_OPTIONS, Subject, embed, exact_hidden_states
 from twell.models.llama import SparseLlamaForCausalLM
 
@@ -102,7 +102,6 @@ class Decoder:
         # The parts before and behind the layers, by compilation.
         self.around: dict[str, Sequence[Callable]] = {EAGER: (self.begin, self.end)}
         for kind, options in COMPILE_OPTIONS.items():
-            compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
             self.around[kind] = [compiled(part, options=options) for part in self.around[EAGER]]
 
     def read(self) -> None:

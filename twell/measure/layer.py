@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from twell.measure.providers import (
     Provider,
 )
 from twell.measure.rows import Rows, require, significant
-from twell.measure.runner import MODES, Call, Gpu, bench, repeat
+from twell.measure.runner import MODES, Call, Gpu, bench, compiled, repeat
 from twell.models.quantize import quantize_
 from twell.sparse import float8
 from twell.sparse.activations import RELU, Activation, get_activation
@@ -196,60 +196,47 @@ def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
         setattr(layer, name, part)
 
 
-def compiled(function: Callable) -> Callable:
-    """Return the function by torch.compile, whole and for each shape anew."""
-    allow_recompiling()
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def allow_recompiling() -> None:
-    """Let code be compiled for each provider, shape and path, and kept for all layers together."""
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
-
-
+@dataclass
 class Case:
     """x, sets of weights with the same activity, the exact result and the columns, for `bench`.
 
     pattern: the column, to which another activation and biases (of zeros) are added. inputs: x,
     w_gate, w_up and w_down (not gated: w_gate is w_up). auto: whether the sparse paths are left
-    out. Results are checked in the mode in which they are timed. `allowed` is a relative RMS, where
-    it is more than the tolerance.
+    out. calibration: of "auto" in bf16; None: the card's. Results are checked in the mode in which
+    they are timed. `allowed` is a relative RMS, where it is more than the tolerance.
     """
 
-    files, turns, weight_sets = ("ffn", "kernels"), "layer", WEIGHT_SETS
-    allowed = 0.0
-    calibration: Calibration | None = None  # of "auto" in bf16; None: the card's
-    gradients: tuple[Tensor, ...] = ()  # that reach the layer; a forward pass has none
+    gpu: Gpu
+    pattern: str
+    inputs: tuple[Tensor, ...]
+    mode: str = "stream"
+    gated: bool = True
+    act: Activation = RELU
+    bias: bool = False
+    auto: bool = False
+    calibration: Calibration | None = None
+    allowed: float = 0.0
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        pattern: str,
-        inputs: tuple[Tensor, ...],
-        mode: str = "stream",
-        *,
-        gated: bool = True,
-        act: Activation = RELU,
-        bias: bool = False,
-        auto: bool = False,
-    ):
-        self.gpu, self.mode, self.act, self.bias, self.auto = gpu, mode, act, bias, auto
-        self.x, w_gate, w_up, w_down = inputs
-        weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
-        self.exact = exact = Exact.of(self.x, weights, *self.gradients, act=act)
+    files, turns, weight_sets = ("ffn", "kernels"), "layer", WEIGHT_SETS
+    gradients = ()  # that reach the layer; a forward pass has none
+
+    def __post_init__(self):
+        self.x, w_gate, w_up, w_down = self.inputs
+        weights = (w_gate, w_up, w_down) if self.gated else (None, w_gate, w_down)
+        self.exact = exact = Exact.of(self.x, weights, *self.gradients, act=self.act)
+        words = [self.pattern, *[self.act.name] * (self.act != RELU), *["biases"] * self.bias]
         self.columns = {
             "tokens": len(self.x),
             "hidden_size": self.x.shape[1],
             "intermediate_size": len(w_up),
-            "gated": gated,
+            "gated": self.gated,
             "dtype": str(self.x.dtype).removeprefix("torch."),
-            "pattern": " ".join([pattern, *[act.name] * (act != RELU), *["biases"] * bias]),
+            "pattern": " ".join(words),
             "active": round(float(exact.counts.double().mean()), 2),
             "active_max": int(exact.counts.max()),
             "union": round(float(exact.unions.double().mean()), 1),
-            "mode": mode,
-            "weight_sets": 1 if mode == "stream" else self.weight_sets,
+            "mode": self.mode,
+            "weight_sets": 1 if self.mode == "stream" else self.weight_sets,
         }
         numbers = range(1, self.columns["weight_sets"])
         self.sets = [weights, *(permuted(weights, seed) for seed in numbers)]
@@ -276,19 +263,12 @@ class Case:
         in_fp8 = [replace(provider, precision=FP8) for provider in ours]
         return [DENSE_EAGER, DENSE_COMPILED, *dense, *ours, *in_fp8]
 
-    def layers(self, provider: Provider) -> list[nn.Module]:
-        """Return a provider's layers, one for each set of weights, not compiled.
-
-        Layers of "auto" know the case's activity. A dense provider with a path is a SparseFFN.
-        """
-        if provider.backend != "dense" or provider.path:
-            return [self._sparse(provider, weights) for weights in self.sets]
-        about = self.bias, self.act, provider.precision
-        return [DenseLayer(weights, *about) for weights in self.sets]
-
-    def _sparse(self, provider: Provider, weights: Weights) -> SparseFFN:
+    def layer(self, provider: Provider, weights: Weights) -> nn.Module:
+        """Return a provider's layer, not compiled. A dense provider with a path is a SparseFFN."""
+        if provider.backend == "dense" and not provider.path:
+            return DenseLayer(weights, self.bias, self.act, provider.precision)
         c = self.columns
-        options = {"activation": self.act.name, "gated": c["gated"], "device": "meta"}
+        options = {"activation": self.act.name, "gated": self.gated, "device": "meta"}
         options["backend"] = provider.backend
         layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
         give(layer, weights, self.bias)
@@ -301,12 +281,9 @@ class Case:
         return layer.eval()
 
     def prepare(self, provider: Provider) -> Call:
-        mode, layers = self.mode, self.layers(provider)
-        ours = provider not in (DENSE_EAGER, DENSE_COMPILED)
-        calls = layers
-        if provider.compiled or (mode == "compiled" and ours):
-            calls = [compiled(layer) for layer in layers]
-        calls = [partial(call, self.x) for call in calls]
+        mode, layers = self.mode, [self.layer(provider, weights) for weights in self.sets]
+        by_compiling = provider.compiled or (mode == "compiled" and provider != DENSE_EAGER)
+        calls = [partial(compiled(one) if by_compiling else one, self.x) for one in layers]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
         elif mode == "graph":
@@ -343,10 +320,7 @@ class Case:
 
 
 class TrainingCase(Case):
-    """A layer's pass forward and backward.
-
-    In the mode "eager", "triton" is the layer by the path "union".
-    """
+    """A pass forward and backward. In the mode "eager", "triton" is by the path "union"."""
 
     files, turns, weight_sets = ("training", "training_kernels"), "step", 1
 
@@ -364,8 +338,8 @@ class TrainingCase(Case):
     def prepare(self, provider: Provider) -> Call:
         columns: dict = {"path": "dense", "capacity": None}
         if provider.backend == "triton":
-            (layer,) = self.layers(TRITON)
-            step = Step(layer.train(), partial(collected, layer), self)
+            layer = self.layer(TRITON, self.sets[0])
+            step = Step(layer.train(), partial(with_l1, layer), self)
             sparse = SparseTraining(layer, path=provider.path or UNION.path)
             for _ in sparse.attempts():  # to find the capacity
                 step()
@@ -373,7 +347,7 @@ class TrainingCase(Case):
             next(step.attempts)
             columns = {"path": layer.train_path or "dense", "capacity": layer.capacity}
         else:
-            (layer,) = self.layers(DENSE_EAGER)
+            layer = DenseLayer(self.sets[0])
             function = compiled(layer.with_l1) if provider.compiled else layer.with_l1
             step = Step(layer, function, self)
         worst, error = self.exact.check_step(step(), f"{provider} at {self}")
@@ -381,8 +355,8 @@ class TrainingCase(Case):
         return Call(step, columns, flush=self.mode == "stream", parts=[step])
 
 
-def collected(layer: SparseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return y and the L1 term [M] of a layer."""
+def with_l1(layer: SparseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y, and the L1 term [M]."""
     with Collector([layer]) as collector:
         y = layer(x)
     return y, collector.terms[0][1]

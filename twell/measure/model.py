@@ -183,9 +183,9 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
 
     def visit(index: int, ffn: SparseFFN, x: Tensor) -> None:
         inputs = x.flatten(0, -2), ffn.first.weight, ffn.up_proj.weight, subject.by_neuron[index]
-        case = Case(subject.gpu, f"layer {index}", inputs, gated=ffn.gated)
+        options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
+        case = Case(subject.gpu, f"layer {index}", inputs, **options)
         case.allowed = check.allowed(case.exact, case.x, case.sets[0])
-        case.calibration = subject.calibrations[index]
         sparse = Provider("triton", ops.choose(len(case.x)))
         names = {DENSE_COMPILED: "dense", sparse: "sparse", AUTO: "auto"}
         calls = bench(subject.gpu, case.prepare, names)

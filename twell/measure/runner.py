@@ -145,6 +145,11 @@ def repeat(calls: Sequence[Run], rounds: int) -> None:
             call()
 
 
+def compiled(function: Callable, **options: Any) -> Callable:
+    """Return the function by torch.compile, whole and for each shape anew."""
+    return torch.compile(function, fullgraph=True, dynamic=False, **options)
+
+
 class Gpu:
     """The clocks and counters of the GPU in use. Raises RuntimeError without one.
 
@@ -156,6 +161,9 @@ class Gpu:
     def __init__(self, energy: bool = False):
         if not torch.cuda.is_available():
             raise RuntimeError("measuring needs a GPU, and torch sees none")
+        # Code is compiled for each provider, shape and path, and kept for all layers together.
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
         self.meter: Callable[[], int] | None = None
         try:
             self.meter = energy_meter() if energy else None

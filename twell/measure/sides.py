@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
 from twell.measure import check, imposed
-from twell.measure.layer import PROJECTIONS, allow_recompiling, check_sizes
+from twell.measure.layer import PROJECTIONS, check_sizes
 from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
@@ -127,7 +127,6 @@ class Subject:
         self.columns = model_columns(name, model, profile)
         self.calibrations = [ffn.calibration for ffn in model.ffns]  # of layers in bf16
         self.take_weights()
-        allow_recompiling()
 
     def take_weights(self) -> None:
         """Copy the present down projections in both layouts; called in bf16."""

@@ -122,7 +122,7 @@ class Trainer:
             # Around a compiled layer: within it, it could not keep its L1 term.
             self.around = functools.partial(checkpoint, use_reentrant=False)
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
+        self.compiled_loss = runner.compiled(_chunk_loss)
         self.sparse = SparseTraining(self.model)
         self.sparse.allow_recompiling()
 
