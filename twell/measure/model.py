@@ -98,18 +98,17 @@ def language_model(
     providers = model_providers(compiled, precisions=in_passes)
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
-    def draw(batch: int, context: int) -> Tensor:
-        if subject.columns["profile"] in (ORDERED, "checkpoint"):
-            return batch_of(torch.as_tensor(text, device=gpu.device), batch, context)
-        return imposed.draw_tokens(model.config.vocab_size, batch, context, device=gpu.device)
-
     def measure(means: Sequence[float] | None) -> list[dict]:
         """Add the rows of one activity; return each layer's activity on the first batch."""
         of_first: list[dict] = []
         subject.become(DENSE_EAGER)
-        if means is not None:
+        if means is None:
+            draw = functools.partial(batch_of, torch.as_tensor(text, device=gpu.device))
+        else:
             imposed.impose(model, means)
             subject.take_weights()
+            vocab_size = model.config.vocab_size
+            draw = functools.partial(imposed.draw_tokens, vocab_size, device=gpu.device)
         for shape in shapes:
             ids = draw(*shape)
             passes, case, activity = measure_forward(subject, ids, providers)

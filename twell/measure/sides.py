@@ -16,7 +16,7 @@ from dataclasses import replace
 from statistics import fmean
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
@@ -89,27 +89,24 @@ class Linears:
     def __init__(self, model: SparseLlamaForCausalLM):
         if any(ffn.quantized for ffn in model.ffns):
             raise ValueError("the model has FP8 weights already; take the one in bf16")
-        self.model = model
-        self.replaced: list[tuple[nn.Module, str, nn.Linear]] = []
-        self.quantized: dict[nn.Linear, Float8Linear] = {}  # of the weights they had first
+        self.parts = [
+            (module, name, part)
+            for layer in model.model.layers
+            for module, names in ((layer.mlp, PROJECTIONS), (layer.self_attn, ATTENTION))
+            for name in names
+            if (part := getattr(module, name)) is not None
+        ]
+        self.in_fp8: tuple[str, ...] = ()
+        self.quantized = functools.cache(Float8Linear.of)  # of the weights they had first
 
     def become(self, provider: Provider) -> None:
-        for module, name, part in self.replaced:
-            setattr(module, name, part)
-        self.replaced = []
         names = PROJECTIONS if provider.backend == "dense" else QUANTIZED
-        for layer in self.model.model.layers:
-            self._quantize(layer.mlp, names if provider.in_fp8 else ())
-            self._quantize(layer.self_attn, ATTENTION if provider.precision == FP8_ALL else ())
-
-    def _quantize(self, module: nn.Module, names: Sequence[str]) -> None:
-        for name in names:
-            part = getattr(module, name)
-            if part is not None:
-                if part not in self.quantized:
-                    self.quantized[part] = Float8Linear.of(part)
-                self.replaced.append((module, name, part))
-                setattr(module, name, self.quantized[part])
+        names = names if provider.in_fp8 else ()
+        names += ATTENTION if provider.precision == FP8_ALL else ()
+        before, self.in_fp8 = self.in_fp8, names
+        for module, name, part in self.parts:
+            if (name in names) != (name in before):  # others may be joined, see decode.py
+                setattr(module, name, self.quantized(part) if name in names else part)
 
 
 class Subject:
