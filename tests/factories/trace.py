@@ -55,14 +55,16 @@ def aggregate_of(trace: Trace, batch=3, seed=0, max_bytes=10**9) -> Aggregate:
     sequences = np.split(trace.token_ids, starts[1:])
     longest = max(map(len, sequences))
     counter = Counter(trace.num_layers, trace.intermediate_size, 60, longest, seed=seed)
-    show(trace, range(len(sequences)), batch, counter)
+    for one in batches(trace, range(len(sequences)), batch):
+        counter.add(*one)
     near = counter.near(sequences)
-    show(trace, np.searchsorted(starts, near.starts).tolist(), batch, near)
+    for ids, layers, _ in batches(trace, np.searchsorted(starts, near.starts).tolist(), batch):
+        near.add(ids, layers)
     return counter.finish(sequences, near, NO_WORDS, max_bytes, {})
 
 
-def show(trace, numbers, batch, observer):
-    """Show the sequences of a trace with these numbers to an observer."""
+def batches(trace, numbers, batch):
+    """The batches of these sequences of a trace, as `tracing.passes` yields them."""
     starts = [*np.flatnonzero(trace.position == 0), trace.num_tokens]
     rows = [np.arange(starts[number], starts[number + 1]) for number in numbers]
     while rows:
@@ -71,13 +73,13 @@ def show(trace, numbers, batch, observer):
         rows = rows[len(group) :]
         every = np.concatenate(group)
         ids = torch.from_numpy(trace.token_ids[every]).long().view(len(group), length)
-        observer.begin(ids)
+        layers = []
         for layer in range(trace.num_layers):
             h = trace.layer(layer)[every]
             token = np.repeat(np.arange(ids.numel()), np.diff(h.indptr))
             parts = (token, h.indices.astype(np.int64), h.data)
-            observer.layer(layer, *(torch.from_numpy(part) for part in parts))
-        observer.end(torch.from_numpy(trace.logprob[every]).view(ids.shape))
+            layers.append([torch.from_numpy(part) for part in parts])
+        yield ids, layers, torch.from_numpy(trace.logprob[every]).view(ids.shape)
 
 
 def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:

@@ -12,18 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from twell.measure.check import hooked
 from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
 from twell.measure.rows import Rows, require, significant
 from twell.measure.sides import Linears, check_model
 from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
 from twell.sparse import float8
-from twell.sparse.layer import SparseFFN
-from twell.trace.tracing import score
+from twell.trace.tracing import passes
 
 DRAWS = 2000  # bootstrap samples
 
@@ -83,19 +79,12 @@ def _run(
     model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int
 ) -> tuple[np.ndarray, float]:
     """Return the loss in nats of each sequence, summed, and the mean active neurons of a layer."""
-    losses: list[np.ndarray] = []
-    active = torch.zeros((), dtype=torch.int64, device=model.device)
-
-    def count(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-        active.add_((ffn.activations(inputs[0])[0] != 0).sum())
-
-    def end(logprob: Tensor) -> None:
+    losses, active = [], 0
+    for _, layers, logprob in passes(model, sequences, batch, model.ffns):
         losses.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
-
-    with hooked(model.ffns, count):
-        score(model, sequences, batch, end)
+        active += sum(len(token) for token, *_ in layers)
     tokens = sum(map(len, sequences))
-    return np.concatenate(losses), float(active) / tokens / len(model.ffns)
+    return np.concatenate(losses), active / tokens / len(model.ffns)
 
 
 def _difference(prefix: str, difference: np.ndarray, predicted: np.ndarray) -> dict:

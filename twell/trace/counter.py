@@ -1,8 +1,8 @@
 """Counts the activity of a model, and chooses the places in the text that show a neuron.
 
-`Counter` observes a first run of `tracing.watch`: exact counts, the strongest firings of each
-neuron and an even sample of them. `Near` observes a second run: the values at the tokens around
-these places. `Counter.finish` keeps as many places, and as many words around them, as the file may
+`Counter` takes the batches of a first run: exact counts, the strongest firings of each neuron and
+an even sample of them. `Near` takes those of a second run: the values at the tokens around these
+places. `Counter.finish` keeps as many places, and as many words around them, as the file may
 have. Neither batches nor the device change the counts. The samples depend on seed and order of
 tokens.
 """
@@ -132,32 +132,41 @@ class Counter:
         self.sample = Best(groups, SAMPLE, device)
         self.random = np.random.default_rng(seed)
 
-    def begin(self, ids: Tensor) -> None:
+    def add(
+        self, ids: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]], logprob: Tensor
+    ) -> None:
+        """Count a batch of `tracing.passes`; FloatingPointError for values that are not finite."""
         self.shape, self.ids = ids.shape, ids.reshape(-1)
         self.occurrences += torch.bincount(self.ids, minlength=len(self.occurrences))
         # One random key a token: a neuron's firings with the highest keys are an even sample, and
         # neurons share places, so that fewer words are stored.
         keys = self.random.random(len(self.ids)).astype(np.float32)
-        self.keys = torch.from_numpy(keys).to(ids.device)
+        keys = torch.from_numpy(keys).to(ids.device)
+        for layer, (token, neuron, value) in enumerate(layers):
+            self._count_active(layer, token)
+            self._count_values(layer, neuron, value)
+            self._count_tiles(layer, token, neuron)
+            self._count_unions(layer, token, neuron)
+            self._count_pairs(layer, token, neuron)
+            group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
+            self.top.add(group, at, value.abs(), value)
+            self.sample.add(group, at, keys[token], value)
+        self.num_predicted += logprob[:, 1:].numel()
+        self.nll -= logprob[:, 1:].double().sum()
+        self.num_tokens += len(self.ids)
+        wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
+        if len(wrong):
+            layer = int(wrong[0])
+            raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
 
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        self.count_active(layer, token)
-        self.count_values(layer, neuron, value)
-        self.count_tiles(layer, token, neuron)
-        self._count_unions(layer, token, neuron)
-        self._count_pairs(layer, token, neuron)
-        group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
-        self.top.add(group, at, value.abs(), value)
-        self.sample.add(group, at, self.keys[token], value)
-
-    def count_active(self, layer: int, token: Tensor) -> None:
+    def _count_active(self, layer: int, token: Tensor) -> None:
         active = torch.bincount(token, minlength=len(self.ids))
         histogram = torch.bincount(active, minlength=self.intermediate_size + 1)
         self.active_histogram[layer] += histogram
         self.token_active.index_add_(0, self.ids, active)
         self.position_active[layer, : self.shape[1]] += active.view(self.shape).sum(0)
 
-    def count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
+    def _count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
         size, magnitude = self.intermediate_size, value.abs()
         exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent, LOWEST)
         octave = exponent.clamp(LOWEST, HIGHEST) - LOWEST + WIDTH * (value < 0)
@@ -167,7 +176,7 @@ class Counter:
         self.abs_sum[layer].index_add_(0, neuron, magnitude.double())
         self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
 
-    def count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
+    def _count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
         shape = len(self.ids), -(-self.intermediate_size // TILE_N)
         tile = token * shape[1] + neuron // TILE_N
         in_tile = torch.bincount(tile, minlength=shape[0] * shape[1]).view(shape)
@@ -205,17 +214,8 @@ class Counter:
         active[token[later], neuron[later]] = 1
         self.both[layer] += (active.t() @ active).int()
 
-    def end(self, logprob: Tensor) -> None:
-        self.num_predicted += logprob[:, 1:].numel()
-        self.nll -= logprob[:, 1:].double().sum()
-        self.num_tokens += len(self.ids)
-        wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
-        if len(wrong):
-            layer = int(wrong[0])
-            raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
-
     def near(self, sequences: Sequence[Sequence[int]]) -> Near:
-        """Return the observer of a second run, at the places of the first of CONTEXTS."""
+        """Return what takes the second run, at the places of the first of CONTEXTS."""
         shape, wide = (self.num_layers, self.intermediate_size), CONTEXTS[0]
         sample = _at_quantiles(*self.sample.table(*shape), wide.quantiles)
         pairs = zip(self.top.table(*shape), sample, strict=True)
@@ -295,7 +295,7 @@ class Counter:
 class Near:
     """Keeps the values of neurons at the tokens around their places.
 
-    places [L, N, P]; max_abs [L, N]. It observes `held`, the sequences with a place.
+    places [L, N, P]; max_abs [L, N]. It takes the batches of `held`, the sequences with a place.
     """
 
     def __init__(self, places: Table, max_abs: np.ndarray, sequences: Sequence[Sequence[int]]):
@@ -322,24 +322,20 @@ class Near:
         sequence = self._sequence(at)[:, None]
         return tokens, (tokens >= self.bounds[sequence]) & (tokens < self.bounds[sequence + 1])
 
-    def begin(self, ids: Tensor) -> None:
+    def add(self, ids: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
         starts = self.starts[self.done : self.done + len(ids)]
         self.done += len(ids)
-        self.batch = (starts[:, None] + np.arange(ids.shape[1])).reshape(-1)  # ascending
-
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        code = (value / self.unit[layer].to(value.device)[neuron]).round()
-        code = torch.where(code == 0, value.sign(), code).to(torch.int8)
-        codes = code.new_zeros(len(self.batch) + 1, self.size[0])  # the last row is no token
-        codes[token, neuron] = code
-        here = slice(*np.searchsorted(self.sorted[layer], [self.batch[0], self.batch[-1] + 1]))
-        place = self.order[layer, here]
-        tokens, inside = self._around(self.sorted[layer, here], CONTEXTS[0])
-        row = np.where(inside, np.searchsorted(self.batch, tokens), -1)
-        self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
-
-    def end(self, logprob: Tensor) -> None:
-        """Nothing: the first run has the probabilities."""
+        batch = (starts[:, None] + np.arange(ids.shape[1])).reshape(-1)  # ascending
+        for layer, (token, neuron, value) in enumerate(layers):
+            code = (value / self.unit[layer].to(value.device)[neuron]).round()
+            code = torch.where(code == 0, value.sign(), code).to(torch.int8)
+            codes = code.new_zeros(len(batch) + 1, self.size[0])  # the last row is no token
+            codes[token, neuron] = code
+            here = slice(*np.searchsorted(self.sorted[layer], [batch[0], batch[-1] + 1]))
+            place = self.order[layer, here]
+            tokens, inside = self._around(self.sorted[layer, here], CONTEXTS[0])
+            row = np.where(inside, np.searchsorted(batch, tokens), -1)
+            self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
 
     def shown(self, contexts: Contexts) -> dict:
         """Return the fields of an Aggregate about places, for a row of CONTEXTS."""

@@ -1,14 +1,10 @@
-"""Traces and aggregates of sequences, texts and runs; the loss without single neurons.
-
-`watch` runs a model over sequences and hands the active entries of every layer to an observer.
-"""
+"""Traces and aggregates of sequences, texts and runs; the loss without single neurons."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,6 +25,7 @@ from twell.trace.records import Aggregate, Trace
 from twell.trace.texts import check_causal, cut, encode, load_with_tokenizer, token_strings
 from twell.train.text import run_text
 
+LayerEntries = tuple[Tensor, Tensor, Tensor]
 BATCH_TOKENS = 8192
 MAX_BYTES = 2_000_000
 # Compressed counts of a neuron at 1% active over 2^20 tokens (53 bytes at 50%). A model that would
@@ -38,55 +35,33 @@ MOST_TOKENS = 2**20  # of a run's aggregate, by default
 COLUMNS = ["layer", "neuron", "fires", "loss_change", "stderr", "change_after"]
 
 
-class Watcher(Collector):
-    """Hands the active entries of layers to an observer."""
+class Entries(Collector):
+    """Collects the active entries of each layer in a pass: token, neuron and h."""
 
-    def __init__(self, ffns: Sequence[SparseFFN], observer: Any):
+    def __init__(self, ffns: Sequence[SparseFFN]):
         super().__init__(ffns, hidden=True)
-        self.observer, self.number = observer, {id(ffn): n for n, ffn in enumerate(ffns)}
-        self.seen: set[int] = set()  # the layers of a batch
+        self.by_layer: dict[SparseFFN, LayerEntries] = {}
 
     def see(self, ffn: SparseFFN, g: Tensor, h: Tensor) -> None:
-        self.seen.add(id(ffn))
         token, neuron = (g != 0).nonzero(as_tuple=True)
-        self.observer.layer(self.number[id(ffn)], token, neuron, h[token, neuron].float())
-
-    def end(self, logprob: Tensor) -> None:
-        """End a batch. Raises RuntimeError where a layer showed nothing."""
-        missing = [n for key, n in self.number.items() if key not in self.seen]
-        if missing:
-            raise RuntimeError(
-                f"layer {missing[0]} showed no activity, as under torch.compile; "
-                "trace the model before it is compiled"
-            )
-        self.seen.clear()
-        self.observer.end(logprob)
-
-
-def watch(
-    model: PreTrainedModel, sequences: Iterable[Sequence[int]], batch: int, observer: Any
-) -> None:
-    """Run sequences of token ids through the model, in batches of one length.
-
-    For each batch it calls the observer's begin(ids), with int64 [B, S]; for every layer
-    layer(layer, token, neuron, value) with its n active entries: token and neuron int64 [n],
-    ascending, tokens numbered from 0 in the batch, and their h, float32 [n]; and end(logprob), with
-    fp32 [B, S], NaN for the first token of each sequence. Raises ValueError for a token that the
-    model does not have, and for an empty sequence, and RuntimeError for compiled layers.
-    """
-    with Watcher(sparse_ffns(model), observer) as watcher:
-        score(model, sequences, batch, watcher.end, observer.begin)
+        self.by_layer[ffn] = token, neuron, h[token, neuron].float()
 
 
 @torch.no_grad()
-def score(
+def passes(
     model: PreTrainedModel,
     sequences: Iterable[Sequence[int]],
     batch: int,
-    end: Callable[[Tensor], object],
-    begin: Callable[[Tensor], object] = lambda ids: None,
-) -> None:
-    """Run the model as `watch` does, but only call an observer's `begin` and `end`."""
+    ffns: Sequence[SparseFFN] = (),
+) -> Iterator[tuple[Tensor, list[LayerEntries], Tensor]]:
+    """Run sequences of token ids through the model, in batches of one length.
+
+    Yields for each batch its ids, int64 [B, S]; of each of `ffns` the n active entries: token and
+    neuron int64 [n], ascending, tokens numbered from 0 in the batch, and their h, float32 [n]; and
+    log p of each token, fp32 [B, S], NaN for the first one of each sequence. Raises ValueError for
+    a token that the model does not have, and for an empty sequence, and RuntimeError for compiled
+    layers.
+    """
     check_causal(model)
     training, size = model.training, model.config.vocab_size
     model.eval()
@@ -97,10 +72,17 @@ def score(
                 if not 0 <= token < size:
                     known = f"the model has tokens 0 to {size - 1}"
                     raise ValueError(f"token {token} does not exist: {known}")
-            begin(ids)
-            logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            with Entries(ffns) as entries:
+                logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            for number, ffn in enumerate(ffns):
+                if ffn not in entries.by_layer:
+                    raise RuntimeError(
+                        f"layer {number} showed no activity, as under torch.compile; "
+                        "trace the model before it is compiled"
+                    )
             logprob = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])[..., 0]
-            end(torch.nn.functional.pad(logprob, (1, 0), value=float("nan")))
+            logprob = torch.nn.functional.pad(logprob, (1, 0), value=float("nan"))
+            yield ids, [entries.by_layer[ffn] for ffn in ffns], logprob
     finally:
         model.train(training)
 
@@ -121,40 +103,27 @@ def _with_bar(items: Sequence, unit: str, shown: bool) -> Iterable:
 # --- records of sequences, texts and runs
 
 
-class Recorder:
-    """An observer that keeps every active entry: for each layer the batches, as CSR [T, N]."""
-
-    def __init__(self, num_layers: int, intermediate_size: int):
-        self.size = intermediate_size
-        self.layers: list[list[csr_array]] = [[] for _ in range(num_layers)]
-        self.logprob = [np.zeros(0, np.float32)]
-
-    def begin(self, ids: Tensor) -> None:
-        self.num_tokens = ids.numel()
-
-    def layer(self, layer: int, token: Tensor, neuron: Tensor, value: Tensor) -> None:
-        ends = torch.bincount(token, minlength=self.num_tokens).cumsum(0)
-        ends, neuron, value = (t.cpu().numpy() for t in (ends, neuron.int(), value))
-        part = csr_array((value, neuron, np.append(0, ends)), (self.num_tokens, self.size))
-        self.layers[layer].append(part)
-
-    def end(self, logprob: Tensor) -> None:
-        self.logprob.append(logprob.reshape(-1).cpu().numpy())
-
-
 def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
     """Return the trace of sequences, without the strings of their tokens."""
     ffns = sparse_ffns(model)
-    recorder = Recorder(len(ffns), size := ffns[0].intermediate_size)
-    watch(model, sequences, batch, recorder)
+    size = ffns[0].intermediate_size
+    # Of each layer the batches [T, N].
+    parts: list[list[csr_array]] = [[] for _ in ffns]
+    logprobs = [np.zeros(0, np.float32)]
+    for ids, layers, logprob in passes(model, sequences, batch, ffns):
+        logprobs.append(logprob.reshape(-1).cpu().numpy())
+        for part, (token, neuron, value) in zip(parts, layers, strict=True):
+            ends = torch.bincount(token, minlength=ids.numel()).cumsum(0)
+            ends, neuron, value = (t.cpu().numpy() for t in (ends, neuron.int(), value))
+            part.append(csr_array((value, neuron, np.append(0, ends)), (ids.numel(), size)))
     none = csr_array((0, size), dtype=np.float32)
-    h = scipy.sparse.vstack([none, *itertools.chain(*recorder.layers)], format="csr")
+    h = scipy.sparse.vstack([none, *itertools.chain(*parts)], format="csr")
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     token_ids = np.fromiter(itertools.chain(*sequences), np.int32)
     return Trace(
         token_ids=token_ids,
         strings=[""] * len(token_ids),
-        logprob=np.concatenate(recorder.logprob),
+        logprob=np.concatenate(logprobs),
         sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         position=np.fromiter(itertools.chain(*map(range, lengths)), np.int32),
         indptr=h.indptr.astype(np.int64),
@@ -231,12 +200,11 @@ def aggregate(
     vocab_size, batch = model.config.vocab_size, max(BATCH_TOKENS // longest, 1)
     counter = Counter(layers, size, vocab_size, longest, seed=seed, device=model.device)
 
-    def run(sequences: Sequence[Sequence[int]], observer: object) -> None:
-        watch(model, _with_bar(sequences, "sequences", progress), batch, observer)
-
-    run(sequences, counter)
+    for one in passes(model, _with_bar(sequences, "sequences", progress), batch, ffns):
+        counter.add(*one)
     near = counter.near(sequences)
-    run(near.held, near)
+    for ids, entries, _ in passes(model, _with_bar(near.held, "examples", progress), batch, ffns):
+        near.add(ids, entries)
     meta = (meta or {}) | {"context": longest, "seed": seed}
     return counter.finish(sequences, near, tokenizer, max_bytes, meta)
 
@@ -332,11 +300,10 @@ def scaled_logprob(
     """
     with intervene(model, layer, neuron, scale=scale):
         again = np.unique(traced.sequence[_firings(traced, layer, neuron)])
-        parts = [traced.logprob[:0]]
         chosen = [sequences[number] for number in again]
-        score(model, chosen, batch, lambda logprob: parts.append(logprob.reshape(-1).cpu().numpy()))
+        parts = [logprob.reshape(-1).cpu().numpy() for *_, logprob in passes(model, chosen, batch)]
     result = traced.logprob.copy()
-    result[np.isin(traced.sequence, again)] = np.concatenate(parts)
+    result[np.isin(traced.sequence, again)] = np.concatenate([traced.logprob[:0], *parts])
     return result
 
 
