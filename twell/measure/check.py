@@ -23,6 +23,7 @@ Weights = tuple[Tensor | None, Tensor, Tensor]
 TOLERANCE = {
     # Relative RMS of a bf16 layer or of a tensor of its step; dense products are at 3e-3 to 4e-3.
     "layer": 5e-3,
+    "step": 5e-3,
     # Below FEW_ENTRIES errors do not average: each of g, u, h and y may be off by half a unit in
     # the last place, and in a step each of g, u, dh, its L1 part, dg and dx.
     "layer of few entries": (1 + 2**-9) ** 4 - 1,
@@ -151,29 +152,23 @@ class Exact:
 
         Raises ArithmeticError above the tolerance, or above `allowed` where that is more.
         """
-        return self._error("y", y, max(self._limit("layer"), allowed), what)
+        return self._error("y", y, max(self.limit("layer"), allowed), what)
 
     def check_step(self, tensors: dict[str, Tensor], what: str) -> tuple[str, float]:
         """Return name and relative RMS error of the worst tensor; ArithmeticError as `check`."""
-        limit = self._limit("step")
+        limit = self.limit("step")
         errors = {n: self._error(n, tensors[n], limit, f"{n} of {what}") for n in self.tensors}
         return max(errors.items(), key=lambda item: item[1])
 
-    @property
-    def fp8_limit(self) -> float:
-        """The relative RMS error of a layer whose h is rounded to FP8 too."""
-        few = self.entries < FEW_ENTRIES
-        return TOLERANCE["FP8 layer of few entries" if few else "FP8 layer"]
-
-    def _limit(self, kind: str) -> float:
-        few = self.entries < FEW_ENTRIES
-        return self.slack * TOLERANCE[f"{kind} of few entries" if few else "layer"]
+    def limit(self, kind: str) -> float:
+        """Return the tolerance of a layer, a step or an FP8 layer, whose h is rounded too."""
+        few = " of few entries" if self.entries < FEW_ENTRIES else ""
+        return self.slack * TOLERANCE[kind + few]
 
     def _error(self, name: str, result: Tensor, limit: float, what: str) -> float:
-        exact = self.tensors[name]
-        scale = float(exact.norm()) or 1.0  # without active neurons all are zero
-        error = float((result.double() - exact).norm()) / scale
-        _require(error, math.hypot(limit, self.either.get(name, 0.0) / scale), f"{what} is wrong")
+        error, scale = relative(result, self.tensors[name]), float(self.tensors[name].norm())
+        near = self.either.get(name, 0.0) / (scale or 1.0)
+        _require(error, math.hypot(limit, near), f"{what} is wrong")
         return error
 
 
@@ -194,12 +189,10 @@ def _require(error: float, limit: float, message: str) -> None:
 
 
 def relative(result: Tensor, exact: Tensor) -> float:
-    """Return the relative RMS error of a result; sums are in fp32, 2^24 numbers at a time."""
-    wrong = size = 0.0
-    for a, b in zip(result.reshape(-1).split(2**24), exact.reshape(-1).split(2**24), strict=True):
-        wrong += float((a.float() - b.float()).square().sum())
-        size += float(b.float().square().sum())
-    return math.sqrt(wrong / (size or 1.0))
+    """Return the relative RMS error of a result; the RMS error where `exact` is zero."""
+    dtype = torch.promote_types(exact.dtype, torch.float32)
+    exact = exact.to(dtype)
+    return float((result.to(dtype) - exact).norm()) / (float(exact.norm()) or 1.0)
 
 
 @dataclass
@@ -257,7 +250,7 @@ def exact_layer(layer: nn.Module, rows: Tensor, path: str | None = None) -> tupl
         return exact, allowed(exact, rows, weights)
     read = getattr(layer, "read", float8.quantize)
     exact = Exact.of(float8.wide(*read(rows)), weights, fp8=True)
-    return exact, exact.fp8_limit if in_fp8[2] else TOLERANCE["trained layer"]
+    return exact, exact.limit("FP8 layer") if in_fp8[2] else TOLERANCE["trained layer"]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,11 +84,10 @@ def synthetic_layer(
     *,
     active: float = 29,
     pattern: Pattern = SKEWED,
-    dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     seed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the inputs of a gated layer with a mean of `active` neurons per token, from 0 to N.
+    """Return the inputs of a gated layer in bf16 with a mean of `active` neurons per token, 0 to N.
 
     x [M, K], w_gate and w_up [N, K] and w_down [K, N] (strides (1, K)). Raises ValueError for an
     `active` that the layer cannot have. Ours.
@@ -114,7 +112,7 @@ def synthetic_layer(
     spread = pattern.popularity * normal(intermediate_size)
     w_gate[:, 0] = -(_threshold(x[:, 1:2], spread, active, pattern.liveliness) + spread)
     w_gate[:, 1] = pattern.liveliness
-    return x.to(dtype), w_gate.to(dtype), w_up.to(dtype), w_down_t.to(dtype).t()
+    return x.bfloat16(), w_gate.bfloat16(), w_up.bfloat16(), w_down_t.bfloat16().t()
 
 
 def bisect(too_low: Callable[[float], bool], low: float, high: float, steps: int) -> list[float]:
@@ -221,14 +219,6 @@ def draw_weights(model: SparseLlamaForCausalLM, seed: int = 0) -> None:
     model.model.norm.weight[[CONSTANT, DRAW]] = 0
 
 
-def before_ffn(
-    model: SparseLlamaForCausalLM, visit: Callable[[int, SparseFFN, Tensor], None]
-) -> AbstractContextManager[None]:
-    """Call visit(index, layer, x) with each feed-forward layer's input before it computes."""
-    hook = lambda index, ffn, inputs: visit(index, ffn, inputs[0])  # noqa: E731
-    return hooked(model.ffns, hook, before=True)
-
-
 @torch.no_grad()
 def impose(
     model: SparseLlamaForCausalLM,
@@ -252,8 +242,9 @@ def impose(
         f"can have more than 0 and less than {most} active neurons",
     )
 
-    def set_gate(index: int, ffn: SparseFFN, x: Tensor) -> None:
-        _set_threshold(ffn.first.weight, x.flatten(0, -2), means[index], seed + 1 + index)
+    def set_gate(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+        rows = inputs[0].flatten(0, -2)
+        _set_threshold(ffn.first.weight, rows, means[index], seed + 1 + index)
 
     def scale(_: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], y: Tensor) -> Tensor:
         size = float(y.float().square().mean().sqrt())
@@ -263,7 +254,7 @@ def impose(
         return y * factor
 
     model.eval()
-    with before_ffn(model, set_gate), hooked(model.ffns, scale):
+    with hooked(model.ffns, set_gate, before=True), hooked(model.ffns, scale):
         model.model(input_ids=tokens, use_cache=False)
 
 
@@ -290,8 +281,8 @@ def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor, behind: int = 0) 
     """
     activity: list[dict] = []
 
-    def visit(_: int, ffn: SparseFFN, x: Tensor) -> None:
-        block = BLOCK
+    def visit(_: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+        x, block = inputs[0], BLOCK
         if behind:
             x, block = x[:, behind:].transpose(0, 1), min(len(x), BLOCK)
         active = torch.relu(ffn.first(x.flatten(0, -2))) != 0
@@ -300,6 +291,6 @@ def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor, behind: int = 0) 
         union = torch.stack([rows.any(0).sum() for rows in active.split(block)]).double().mean()
         activity.append(summarize_activity(*stats.take()) | {"union": float(union)})
 
-    with before_ffn(model, visit):
+    with hooked(model.ffns, visit, before=True):
         model.model(input_ids=tokens, use_cache=False)
     return activity

@@ -180,9 +180,10 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
     subject.become(DENSE_EAGER)
     rows = []
 
-    def visit(index: int, ffn: SparseFFN, x: Tensor) -> None:
-        inputs = x.flatten(0, -2), ffn.first.weight, ffn.up_proj.weight, subject.by_neuron[index]
+    def visit(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+        x, weights = inputs[0].flatten(0, -2), (ffn.first.weight, ffn.up_proj.weight)
         options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
+        inputs = x, *weights, subject.by_neuron[index]
         case = Case(subject.gpu, f"layer {index}", inputs, **options)
         case.allowed = check.allowed(case.exact, case.x, case.sets[0])
         sparse = Provider("triton", ops.choose(len(case.x)))
@@ -192,7 +193,7 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
         row["relative_rms"] = calls[sparse].columns["relative_rms"]
         rows.append(row | {"auto_path": calls[AUTO].columns["path"]})
 
-    with imposed.before_ffn(subject.model, visit):
+    with check.hooked(subject.model.ffns, visit, before=True):
         forward(subject.model, ids)
     return rows
 
