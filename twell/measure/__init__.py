@@ -10,7 +10,7 @@ versions, commit and command.
     check               exact results, and one table of tolerances
     runner              bench(case, providers): check, turns, CUDA graphs, energy, kernels
     layer               one layer by each provider, forward and in training
-    calibration, tune   the times that "auto" chooses by; the paths of a model's layers, for good
+    calibration         the times that "auto" chooses by; the paths of a model's layers, for good
     sides, model, decode
                         whole models: forward passes, layers, decoding
     trainer             one optimiser step of a model

@@ -168,7 +168,7 @@ class Exact:
     def _error(self, name: str, result: Tensor, limit: float, what: str) -> float:
         error, scale = relative(result, self.tensors[name]), float(self.tensors[name].norm())
         near = self.either.get(name, 0.0) / (scale or 1.0)
-        _require(error, math.hypot(limit, near), f"{what} is wrong")
+        accept(error, math.hypot(limit, near), f"{what} is wrong")
         return error
 
 
@@ -183,7 +183,8 @@ def _changed_by_sums(
     return float((changed @ wide["w_down"].square().sum(0)).sum())
 
 
-def _require(error: float, limit: float, message: str) -> None:
+def accept(error: float, limit: float, message: str) -> None:
+    """Raise ArithmeticError, with the message, for an error above its limit."""
     if not error <= limit:
         raise ArithmeticError(f"{message}: relative RMS {error:.2e}, allowed {limit:.2e}")
 
@@ -193,38 +194,6 @@ def relative(result: Tensor, exact: Tensor) -> float:
     dtype = torch.promote_types(exact.dtype, torch.float32)
     exact = exact.to(dtype)
     return float((result.to(dtype) - exact).norm()) / (float(exact.norm()) or 1.0)
-
-
-@dataclass
-class Judge:
-    """Compares results with `exact`, in fp32, and with the first one, the dense provider's.
-
-    `cut` takes the part of a result that `exact` is of. kind, title: for messages.
-    """
-
-    kind: str
-    title: str
-    exact: Tensor
-    cut: Callable[[Tensor], Tensor]
-    first: Tensor | None = None
-    error: float = TOLERANCE["hidden states"] / AS_DENSE
-
-    def check(self, name: str, result: Tensor, in_fp8: bool = False) -> float:
-        """Return the relative RMS against fp32; ArithmeticError for one above the limits.
-
-        A result in FP8 has one limit, and is not compared with the first.
-        """
-        error = relative(self.cut(result), self.exact)
-        limit = TOLERANCE["FP8 hidden states"] if in_fp8 else AS_DENSE * self.error
-        what = f"{self.kind} ({self.title}) of {name}"
-        _require(error, limit, f"{what} are wrong")
-        if in_fp8:
-            return error
-        if self.first is None:
-            self.first, self.error = result, error
-        distance = relative(result, self.first)
-        _require(distance, FROM_DENSE * self.error, f"{what} differ from dense ones")
-        return error
 
 
 def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:

@@ -113,8 +113,8 @@ def language_model(
             ids = draw(*shape)
             passes, case, activity = measure_forward(subject, ids, providers)
             rows.add("model", passes)
-            times = measure_layers(subject, ids) if layers and not of_first else None
-            rows.add("model_layers", layer_rows(case, activity, times))
+            timed = layers and not of_first
+            rows.add("model_layers", layer_rows(subject, ids, case, activity, timed))
             of_first = of_first or activity
             torch.cuda.empty_cache()
         for batch in decode:
@@ -153,8 +153,7 @@ def measure_forward(
     once = functools.partial(forward, model, ids)
     in_graph = subject.graphs and tokens <= GRAPH_TOKENS
     few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
-    exact = exact_hidden_states(model, ids[:few])
-    judge = check.Judge("hidden states", title, exact, lambda hidden: hidden[:few])
+    exact = exact_hidden_states(model, ids[:few]), lambda hidden: hidden[:few]
 
     def take(_: Provider) -> tuple[Tensor, runner.Run, dict]:
         run, (hidden, _) = once, once()
@@ -167,18 +166,26 @@ def measure_forward(
         peak = weights + most - before
         return hidden, run, {"peak": peak, "mode": "graph" if in_graph else "stream"}
 
-    rows = subject.measure(case, providers, once, judge, take)
+    rows = subject.measure(case, providers, ("hidden states", title), exact, once, take)
     for row in rows:
         row["tokens_per_ms"] = significant(tokens / row["p50"], 5)
     return rows, case, activity
 
 
-def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
-    """Return times in ms of each feed-forward layer alone, on its input in a dense pass."""
+def layer_rows(
+    subject: Subject, ids: Tensor, case: dict, activity: Sequence[dict], timed: bool
+) -> list[dict]:
+    """Return rows of model_layers.csv; timed: with each layer alone, on its input in a dense pass.
+
+    Otherwise the cells of times are empty.
+    """
     from twell.sparse import ops
 
-    subject.become(DENSE_EAGER)
     rows = []
+    for index, layer in enumerate(activity):
+        row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
+        row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
+        rows.append(row | dict.fromkeys(TIMES))
 
     def visit(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
         x, weights = inputs[0].flatten(0, -2), (ffn.first.weight, ffn.up_proj.weight)
@@ -187,22 +194,13 @@ def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
         case = Case(subject.gpu, f"layer {index}", inputs, **options)
         case.allowed = check.allowed(case.exact, case.x, case.sets[0])
         sparse = Provider("triton", ops.choose(len(case.x)))
-        names = {DENSE_COMPILED: "dense", sparse: "sparse", AUTO: "auto"}
-        calls = bench(subject.gpu, case.prepare, names)
-        row = {name: calls[provider].columns["p50"] for provider, name in names.items()}
-        row["relative_rms"] = calls[sparse].columns["relative_rms"]
-        rows.append(row | {"auto_path": calls[AUTO].columns["path"]})
+        calls = bench(subject.gpu, case.prepare, [DENSE_COMPILED, sparse, AUTO])
+        dense, by_path, auto = (call.columns for call in calls.values())
+        rows[index] |= {"dense": dense["p50"], "sparse": by_path["p50"], "auto": auto["p50"]}
+        rows[index] |= {"auto_path": auto["path"], "relative_rms": by_path["relative_rms"]}
 
-    with check.hooked(subject.model.ffns, visit, before=True):
-        forward(subject.model, ids)
-    return rows
-
-
-def layer_rows(case: dict, activity: Sequence[dict], times: Sequence[dict] | None) -> list[dict]:
-    """Return rows of model_layers.csv; without `times` these cells are empty."""
-    rows = []
-    for index, layer in enumerate(activity):
-        row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
-        row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
-        rows.append(row | (times[index] if times else dict.fromkeys(TIMES)))
+    if timed:
+        subject.become(DENSE_EAGER)
+        with check.hooked(subject.model.ffns, visit, before=True):
+            forward(subject.model, ids)
     return rows

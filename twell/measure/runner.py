@@ -10,6 +10,7 @@ modes call several layers in turn, so weights come from memory as in a model of 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import re
@@ -153,7 +154,8 @@ def compiled(function: Callable, **options: Any) -> Callable:
 class Gpu:
     """The clocks and counters of the GPU in use. Raises RuntimeError without one.
 
-    energy: also its energy counter, `meter`. Without a counter the reason is printed.
+    energy: also its energy counter in mJ, `meter`, by the package nvidia-ml-py. Without a counter
+    the reason is printed.
     """
 
     device = torch.device("cuda")
@@ -166,7 +168,16 @@ class Gpu:
             setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
         self.meter: Callable[[], int] | None = None
         try:
-            self.meter = energy_meter() if energy else None
+            if energy:
+                import pynvml
+
+                pynvml.nvmlInit()
+                # NVML numbers all GPUs, torch only the visible ones.
+                uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+                meter()
+                self.meter = meter
         except Exception as error:  # no package, or an error of NVML
             print(f"energy is not measured: {error}", flush=True)
 
@@ -186,8 +197,7 @@ class Gpu:
             run()
         events[-1].record()
         events[-1].synchronize()
-        pairs = zip(events, events[1:], strict=False)
-        return np.array([start.elapsed_time(end) for start, end in pairs])
+        return np.array([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
 
     def capture(self, calls: Sequence[Run]) -> tuple[Run, list]:
         """Return the replay of a graph of all calls, and the outputs that a replay writes."""
@@ -203,12 +213,13 @@ class Gpu:
 
     def metered(self, run: Run) -> tuple[Any, float, float]:
         """Return a run's result, the mJ that it used (without a meter 0), and its seconds."""
+        meter = self.meter or (lambda: 0)
         torch.cuda.synchronize()
-        before, start = (self.meter() if self.meter else 0), time.perf_counter()
+        before, start = meter(), time.perf_counter()
         result = run()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        return result, (self.meter() if self.meter else 0) - before, seconds
+        return result, meter() - before, seconds
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated()
@@ -238,26 +249,14 @@ class Gpu:
         ]
 
 
-def energy_meter() -> Callable[[], int]:
-    """Return the reader of the GPU's energy counter in mJ, by the package nvidia-ml-py."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    # NVML numbers all GPUs, torch only the visible ones.
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-    meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-    meter()
-    return meter
-
-
 def kernel_name(name: str) -> str:
     """Return a GPU kernel's short name: "cublas matmul", "elementwise", "copy", or its own."""
     if re.search(r"nvjet|gemm|gemv|cutlass|cublas|splitK", name):
         return "cublas matmul"
-    if re.match(r"Memcpy|Memset", name):
-        return "copy"
     if re.search(r"^triton_|elementwise|at::native", name):
         return "elementwise"
+    if re.match(r"Memcpy|Memset", name):
+        return "copy"
     return re.split(r"[(<]", name.removeprefix("void "))[0]
 
 

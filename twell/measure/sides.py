@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
 from twell.measure import check, imposed
+from twell.measure.check import TOLERANCE
 from twell.measure.layer import PROJECTIONS, check_sizes
 from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
@@ -183,24 +184,41 @@ class Subject:
         self,
         case: dict,
         providers: Sequence[Provider],
+        titles: tuple[str, str],
+        exact: tuple[Tensor, Callable[[Tensor], Tensor]],
         once: Run,
-        judge: check.Judge,
         take: Callable[[Provider], tuple[Tensor, Run, dict]],
         per_run: int = 1,
     ) -> list[dict]:
         """Check and time passes; return a row of each provider.
 
-        once: a pass. Its layers are compared with fp64, once for each backend and precision. judge:
-        compares the results of passes. take: returns a provider's result, the run to be timed and
-        columns; the model computes by the provider already. per_run: the calls that a run makes.
+        titles: of results, and of the pass, for messages. exact: in fp32, and what takes the part
+        of a result that it is of. once: a pass, whose layers are compared with fp64, once for each
+        backend and precision. take: returns a provider's result, the run to be timed and columns;
+        the model computes by the provider already. per_run: the calls that a run makes.
+
+        Results are compared with `exact`, and with the first one, the dense provider's. A result in
+        FP8 has one limit, and is not compared with the first.
         """
-        worst = functools.cache(lambda eager: self.check_layers(eager, once, judge.title))
+        kind, title = titles
+        worst = functools.cache(lambda eager: self.check_layers(eager, once, title))
+        dense: tuple[float, Tensor] | None = None  # error and result
 
         def prepare(provider: Provider) -> Call:
+            nonlocal dense
             layer_rms = worst(replace(provider, compilation=EAGER))
             self.become(provider)
             result, run, columns = take(provider)
-            error = judge.check(provider.name, result, provider.in_fp8)
+            error = check.relative(exact[1](result), exact[0])
+            what = f"{kind} ({title}) of {provider}"
+            if provider.in_fp8:
+                check.accept(error, TOLERANCE["FP8 hidden states"], f"{what} are wrong")
+            else:
+                limit = check.AS_DENSE * dense[0] if dense else TOLERANCE["hidden states"]
+                check.accept(error, limit, f"{what} are wrong")
+                dense = dense or (error, result)
+                limit, distance = check.FROM_DENSE * dense[0], check.relative(result, dense[1])
+                check.accept(distance, limit, f"{what} differ from dense ones")
             columns |= {"provider": provider.name, "path": self.paths(provider, case["tokens"])}
             columns |= {"relative_rms": significant(error, 3), "layer_rms": significant(layer_rms, 3)}
             return Call(run, columns, per_run, enter=functools.partial(self.become, provider))
