@@ -49,12 +49,12 @@ def random_activity(
     )
 
 
-def aggregate_of(trace: Trace, batch=3, seed=0, max_bytes=10**9) -> Aggregate:
+def aggregate_of(trace: Trace, batch=3, max_bytes=10**9) -> Aggregate:
     """Show a trace to the counter, at most `batch` sequences at a time."""
     starts = np.flatnonzero(trace.position == 0)
     sequences = np.split(trace.token_ids, starts[1:])
     longest = max(map(len, sequences))
-    counter = Counter(trace.num_layers, trace.intermediate_size, 60, longest, seed=seed)
+    counter = Counter(trace.num_layers, trace.intermediate_size, 60, longest)
     for one in batches(trace, range(len(sequences)), batch):
         counter.add(*one)
     near = counter.near(sequences)

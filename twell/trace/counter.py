@@ -3,8 +3,7 @@
 `Counter` takes the batches of a first run: exact counts, the strongest firings of each neuron and
 an even sample of them. `Near` takes those of a second run: the values at the tokens around these
 places. `Counter.finish` keeps as many places, and as many words around them, as the file may
-have. Neither batches nor the device change the counts. The samples depend on seed and order of
-tokens.
+have. Neither batches nor the device change the counts. The samples depend on the order of tokens.
 """
 
 from __future__ import annotations
@@ -105,8 +104,6 @@ class Counter:
         intermediate_size: int,
         vocab_size: int,
         context: int,
-        *,
-        seed: int = 0,
         device: torch.device | str = "cpu",
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -130,7 +127,7 @@ class Counter:
         groups = num_layers * intermediate_size
         self.top = Best(groups, CONTEXTS[0].top, device)
         self.sample = Best(groups, SAMPLE, device)
-        self.random = np.random.default_rng(seed)
+        self.random = np.random.default_rng(0)
 
     def add(
         self, ids: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]], logprob: Tensor
@@ -274,21 +271,16 @@ class Counter:
         number = CONTEXTS[0].together
         shape = self.num_layers, self.intermediate_size, number
         at, phi = np.full(shape, -1), np.zeros(shape, np.float32)
+        number = min(number, shape[1])
         for layer, counted in enumerate(self.both):
-            both = counted.double().cpu().numpy()
+            both = counted.double()
             fires = both.diagonal()
-            spread = np.sqrt(fires * (num_tokens - fires))
-            often = (fires >= OFTEN) & (spread > 0)
-            scale = np.where(often, spread, np.inf)
-            table = (both * num_tokens - np.outer(fires, fires)) / scale / scale[:, None]
-            np.fill_diagonal(table, 0)
-            kept = slice(min(number, len(table)))
-            best = np.argpartition(-table, kept.stop - 1, axis=-1)[:, kept]
-            values = np.take_along_axis(table, best, -1)
-            order = np.argsort(-values, axis=-1, kind="stable")
-            best, values = (np.take_along_axis(part, order, -1) for part in (best, values))
-            at[layer, :, kept] = np.where(values > 0, best, -1)
-            phi[layer, :, kept] = values.clip(0)
+            spread = (fires * (num_tokens - fires)).sqrt()
+            scale = torch.where((fires >= OFTEN) & (spread > 0), spread, torch.inf)
+            table = (both * num_tokens - torch.outer(fires, fires)) / scale / scale[:, None]
+            values, best = table.fill_diagonal_(0).topk(number)
+            at[layer, :, :number] = torch.where(values > 0, best, -1).cpu()
+            phi[layer, :, :number] = values.clamp(min=0).cpu()
         return at, phi
 
 

@@ -176,7 +176,6 @@ def aggregate(
     tokenizer: PreTrainedTokenizerBase,
     sequences: Sequence[Sequence[int]],
     *,
-    seed: int = 0,
     max_bytes: int = MAX_BYTES,
     meta: dict | None = None,
     progress: bool = False,
@@ -185,9 +184,9 @@ def aggregate(
 
     A second run reads the values at the tokens around the places that are shown.
 
-    seed: decides which firings are sampled; max_bytes: the limit of the file; progress: show a
-    bar. Raises ValueError for a token that the model does not have, for no tokens, and for a model
-    whose counts exceed max_bytes; FloatingPointError for values that are not finite.
+    max_bytes: the limit of the file; progress: show a bar. Raises ValueError for a token that the
+    model does not have, for no tokens, and for a model whose counts exceed max_bytes;
+    FloatingPointError for values that are not finite.
     """
     ffns = sparse_ffns(model)
     layers, size = len(ffns), ffns[0].intermediate_size
@@ -198,14 +197,14 @@ def aggregate(
         raise ValueError("there is no sequence to count; give at least one token")
     longest = max(map(len, sequences))
     vocab_size, batch = model.config.vocab_size, max(BATCH_TOKENS // longest, 1)
-    counter = Counter(layers, size, vocab_size, longest, seed=seed, device=model.device)
+    counter = Counter(layers, size, vocab_size, longest, device=model.device)
 
     for one in passes(model, _with_bar(sequences, "sequences", progress), batch, ffns):
         counter.add(*one)
     near = counter.near(sequences)
     for ids, entries, _ in passes(model, _with_bar(near.held, "examples", progress), batch, ffns):
         near.add(ids, entries)
-    meta = (meta or {}) | {"context": longest, "seed": seed}
+    meta = (meta or {}) | {"context": longest}
     return counter.finish(sequences, near, tokenizer, max_bytes, meta)
 
 
