@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from twell import results
 from twell.measure import runner
+from twell.measure.check import hooked
 from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import Case, TrainingCase, check_sizes, default_mode
 from twell.measure.providers import DENSE_COMPILED, FP8, UNION, Provider
@@ -55,9 +56,7 @@ def calibrate(
     """
     gpu, precision = runner.Gpu(), FP8 if quantized else None
     check_sizes(tokens, hidden_size, intermediate_size)
-    layer = functools.partial(
-        layer_case, Case, gpu, gated, hidden_size=hidden_size, intermediate_size=intermediate_size
-    )
+    layer = functools.partial(layer_case, Case, gpu, gated, (hidden_size, intermediate_size))
 
     def timed(case: Case, turns: str, column: str, behind: Container[str] = ()) -> dict:
         """Return ms by path."""
@@ -78,14 +77,14 @@ def calibrate(
     for num_tokens in tokens:
         behind: set[str] = set()
         for active in sorted(levels | {max(half, 1), intermediate_size}):
-            case = layer(num_tokens, active=active, mode=default_mode(num_tokens))
+            case = layer(num_tokens, active, default_mode(num_tokens))
             times = timed(case, "calibration", "p50", behind)
             behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
             columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
             rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
     for num_tokens in FLOOR_TOKENS:  # of a layer with hardly any activity
         for situation in (EAGER, COMPILED) if num_tokens <= max(tokens) else ():
-            times = timed(layer(num_tokens, active=1, mode=situation), "floor", "p20")
+            times = timed(layer(num_tokens, 1, situation), "floor", "p20")
             floors.append(Floor(situation, num_tokens, times))
         torch.compiler.reset()  # compiled anew for each path, up to a limit
     origin = results.provenance()
@@ -107,10 +106,16 @@ def calibrate(
 
 
 def layer_case(
-    kind: type[Case], gpu: runner.Gpu, gated: bool, num_tokens: int, mode: str = "stream", **sizes
+    kind: type[Case],
+    gpu: runner.Gpu,
+    gated: bool,
+    sizes: tuple[int, int],
+    num_tokens: int,
+    active: float,
+    mode: str = "stream",
 ) -> Case:
-    """Return a case of skewed activity; sizes: those of `synthetic_layer`."""
-    inputs = synthetic_layer(num_tokens, device=gpu.device, **sizes)
+    """Return a case of skewed activity."""
+    inputs = synthetic_layer(num_tokens, *sizes, active=active, device=gpu.device)
     return kind(gpu, "skewed", inputs, mode, gated=gated)
 
 
@@ -131,8 +136,8 @@ def crossover(
     check_sizes([tokens], hidden_size, intermediate_size)
     levels: list[tuple[float, float]] = []
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
-        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
-        case = layer_case(TrainingCase, gpu, gated, tokens, active=active, **sizes)
+        sizes = hidden_size, intermediate_size
+        case = layer_case(TrainingCase, gpu, gated, sizes, tokens, active)
         calls = bench(gpu, case.prepare, [DENSE_COMPILED, UNION], "step")
         dense, sparse = (call.columns["p50"] for call in calls.values())
         print(f"{case}  step: dense {dense:.4f} ms  sparse {sparse:.4f} ms", flush=True)
@@ -188,19 +193,18 @@ def tune(
     ids, counted = given.get("input_ids"), {}
     may_order = ids is not None and ids.numel() >= MIN_TOKENS
 
-    def count(ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+    def count(_: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
         rows, order = inputs[0].reshape(-1, ffn.hidden_size), ffn.token_order
         fits = order is not None and order.fits(rows)
         counted[ffn] = _activity(ffn, rows), _activity(ffn, order.take(rows) if fits else rows)
 
     training = model.training
-    with ExitStack() as hooks:
-        hooks.callback(model.train, training)
-        for ffn in ffns:
-            hooks.callback(ffn.register_forward_pre_hook(count).remove)
-        if may_order:
-            hooks.enter_context(order_tokens(model))
-        model.eval()(**given)
+    order = order_tokens(model) if may_order else nullcontext()
+    try:
+        with order, hooked(ffns, count, before=True):
+            model.eval()(**given)
+    finally:
+        model.train(training)
     if idle := len(ffns) - len(counted):
         raise ValueError(f"{idle} of {len(ffns)} layers did not run on this batch; give another")
     activity, in_order = zip(*(counted[ffn] for ffn in ffns), strict=True)
@@ -211,7 +215,9 @@ def tune(
     for layer, (ffn, (size, active, union)) in enumerate(zip(ffns, activity, strict=True)):
         row = {"layer": layer, "active": active, f"union of {size}": union}
         row |= {"in order": in_order[layer][2]} if may_order else {}
-        rows.append(row | {situation: _text(plan) for situation, plan in ffn.plans.items()})
+        for situation, (*pairs, (_, last)) in ffn.plans.items():
+            row[situation] = ", ".join([*(f"{path} to {most:,}" for most, path in pairs), last])
+        rows.append(row)
     before, after = (sum(union for *_, union in layers) for layers in (activity, in_order))
     if may_order and after <= SMALLER * before:
         model.ordered_tokens = order_tokens(model)
@@ -226,8 +232,3 @@ def _activity(ffn: SparseFFN, rows: Tensor) -> list[float]:
     count_activity(sampled_blocks(rows), lambda x: ffn.act.gate(ffn.first(x)), counters)
     tokens, blocks, active, union = counters.tolist()
     return [min(len(rows), BLOCK), active / tokens, union / blocks]
-
-
-def _text(plan: tuple[tuple[int, str], ...]) -> str:
-    *pairs, (_, last) = plan
-    return ", ".join([*(f"{path} to {most:,}" for most, path in pairs), last])
