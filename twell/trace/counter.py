@@ -122,8 +122,8 @@ class Counter:
         self.both = zeros(*neurons, intermediate_size, dtype=torch.int32)
         unions = zeros(3, num_layers, len(BLOCKS))
         self.union_sum, self.union_max, self.union_active = unions
-        # For each layer: token and neuron of the entries in the unfinished largest block.
-        self.waiting = [zeros(2, 0)] * num_layers
+        # Of each layer, which neurons are active for the tokens of the unfinished largest block.
+        self.waiting = [zeros(0, intermediate_size, dtype=torch.float32)] * num_layers
         groups = num_layers * intermediate_size
         self.top = Best(groups, CONTEXTS[0].top, device)
         self.sample = Best(groups, SAMPLE, device)
@@ -140,11 +140,15 @@ class Counter:
         keys = self.random.random(len(self.ids)).astype(np.float32)
         keys = torch.from_numpy(keys).to(ids.device)
         for layer, (token, neuron, value) in enumerate(layers):
-            self._count_active(layer, token)
+            # Zeros and ones, whose sums and products are exact in fp32.
+            active = torch.zeros(len(self.ids), self.intermediate_size, device=token.device)
+            active[token, neuron] = 1
+            self._count_tokens(layer, active)
             self._count_values(layer, neuron, value)
-            self._count_tiles(layer, token, neuron)
-            self._count_unions(layer, token, neuron)
-            self._count_pairs(layer, token, neuron)
+            rows = torch.cat([self.waiting[layer], active])
+            whole = len(rows) // BLOCKS[-1] * BLOCKS[-1]
+            self._count_blocks(layer, rows[:whole])
+            self.waiting[layer] = rows[whole:].clone()
             group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
             self.top.add(group, at, value.abs(), value)
             self.sample.add(group, at, keys[token], value)
@@ -156,12 +160,20 @@ class Counter:
             layer = int(wrong[0])
             raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
 
-    def _count_active(self, layer: int, token: Tensor) -> None:
-        active = torch.bincount(token, minlength=len(self.ids))
-        histogram = torch.bincount(active, minlength=self.intermediate_size + 1)
-        self.active_histogram[layer] += histogram
-        self.token_active.index_add_(0, self.ids, active)
-        self.position_active[layer, : self.shape[1]] += active.view(self.shape).sum(0)
+    def _count_tokens(self, layer: int, active: Tensor) -> None:
+        numbers, size = active.sum(1).long(), self.intermediate_size
+        self.active_histogram[layer] += torch.bincount(numbers, minlength=size + 1)
+        self.token_active.index_add_(0, self.ids, numbers)
+        self.position_active[layer, : self.shape[1]] += numbers.view(self.shape).sum(0)
+        tiles = torch.nn.functional.pad(active, (0, -size % TILE_N)).view(len(active), -1, TILE_N)
+        in_tile = tiles.sum(2)
+        for n, compression in enumerate(COMPRESSIONS):
+            over = in_tile > TILE_N // compression - 1
+            self.overflow_rows[layer, n] += over.any(1).sum()
+            self.overflow_tiles[layer, n] += over.sum()
+        # Pairs of neurons, without first tokens. The product costs less than the layer.
+        later = active.view(*self.shape, -1)[:, 1:].flatten(0, 1)
+        self.both[layer] += (later.t() @ later).int()
 
     def _count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
         size, magnitude = self.intermediate_size, value.abs()
@@ -173,43 +185,15 @@ class Counter:
         self.abs_sum[layer].index_add_(0, neuron, magnitude.double())
         self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
 
-    def _count_tiles(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        shape = len(self.ids), -(-self.intermediate_size // TILE_N)
-        tile = token * shape[1] + neuron // TILE_N
-        in_tile = torch.bincount(tile, minlength=shape[0] * shape[1]).view(shape)
-        for n, compression in enumerate(COMPRESSIONS):
-            over = in_tile > TILE_N // compression - 1
-            self.overflow_rows[layer, n] += over.any(1).sum()
-            self.overflow_tiles[layer, n] += over.sum()
-
-    def _count_unions(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        start = self.num_tokens % BLOCKS[-1]
-        whole = (start + len(self.ids)) // BLOCKS[-1] * BLOCKS[-1]
-        batch = torch.stack([start + token, neuron])
-        token, neuron = torch.cat([self.waiting[layer], batch], 1)
-        done = token < whole
-        self._count_blocks(layer, token[done], neuron[done], whole)
-        self.waiting[layer] = torch.stack([token[~done] - whole, neuron[~done]])
-
-    def _count_blocks(self, layer: int, token: Tensor, neuron: Tensor, num_tokens: int) -> None:
-        num_smallest = -(-num_tokens // BLOCKS[0])
-        active = token.new_zeros(num_smallest, self.intermediate_size, dtype=torch.bool)
-        active[token // BLOCKS[0], neuron] = True
+    def _count_blocks(self, layer: int, active: Tensor) -> None:
         for n, block in enumerate(BLOCKS):
-            if num_blocks := num_tokens // block:  # whole blocks
-                smallest = active[: num_blocks * block // BLOCKS[0]]
-                sizes = smallest.view(num_blocks, -1, self.intermediate_size).any(1).sum(1)
+            whole = len(active) // block * block
+            blocks = active[:whole].view(-1, block, self.intermediate_size)
+            if whole:
+                sizes = blocks.amax(1).sum(1).long()
                 self.union_sum[layer, n] += sizes.sum()
                 self.union_max[layer, n] = torch.maximum(self.union_max[layer, n], sizes.max())
-                self.union_active[layer, n] += (token < num_blocks * block).sum()
-
-    def _count_pairs(self, layer: int, token: Tensor, neuron: Tensor) -> None:
-        """Count the tokens that activate each pair of neurons, without first tokens."""
-        later = token % self.shape[1] > 0
-        # A dense product of zeros and ones is exact in fp32, and costs less than the layer.
-        active = torch.zeros(len(self.ids), self.intermediate_size, device=token.device)
-        active[token[later], neuron[later]] = 1
-        self.both[layer] += (active.t() @ active).int()
+                self.union_active[layer, n] += blocks.count_nonzero()
 
     def near(self, sequences: Sequence[Sequence[int]]) -> Near:
         """Return what takes the second run, at the places of the first of CONTEXTS."""
@@ -250,8 +234,8 @@ class Counter:
         self, sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
     ) -> dict:
         """Return the fields of an Aggregate that are counts."""
-        for layer, (token, neuron) in enumerate(self.waiting):
-            self._count_blocks(layer, token, neuron, self.num_tokens % BLOCKS[-1])
+        for layer, rows in enumerate(self.waiting):
+            self._count_blocks(layer, rows)
         counted = vars(self).keys() & Aggregate.arrays()
         counts = {name: getattr(self, name).cpu().numpy() for name in counted}
         octaves = _octaves(counts["value_histogram"], counts["max_abs"])
