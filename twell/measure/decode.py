@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from twell.measure import check, imposed
+from twell.measure import imposed
 from twell.measure.providers import DENSE_EAGER, EAGER, Provider
 from twell.measure.rows import significant
 from twell.measure.runner import Run, compiled
@@ -138,14 +138,14 @@ class Decoder:
         return logits
 
     def generate(self, step: Callable[[], Tensor]) -> Tensor:
-        """Restart and return the logits [steps, B, V] of all steps."""
+        """Restart and return the logits [B, steps, V] of all steps."""
         self.restart()
-        return torch.stack([step().clone() for _ in range(self.steps)])
+        return torch.stack([step().clone() for _ in range(self.steps)], 1)
 
-    def replay(self, step: Callable[[], object]) -> None:
-        """Restart and take all steps."""
+    def replay(self, step: Callable[[], object], steps: int | None = None) -> None:
+        """Restart and take all steps, or some."""
         self.restart()
-        for _ in range(self.steps):
+        for _ in range(steps or self.steps):
             step()
 
 
@@ -163,13 +163,9 @@ def measure_decode(
     case |= {"context": context, "steps": decoder.steps}
     title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
     title += f"  {case['active']:.4g} active"
-    few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
-    exact = exact_hidden_states(model, script[:few])[:, context:].transpose(0, 1)
-    exact = exact @ model.lm_head.weight.float().t(), lambda result: result[:, :few]
-
-    def once() -> None:
-        decoder.restart()
-        decoder.step()
+    head = model.lm_head.weight.float().t()
+    exact = lambda few: exact_hidden_states(model, few)[:, context:] @ head  # noqa: E731
+    once = functools.partial(decoder.replay, decoder.step, 1)
 
     def take(provider: Provider) -> tuple[Tensor, Run, dict]:
         decoder.restart()
@@ -183,7 +179,7 @@ def measure_decode(
         return logits, functools.partial(decoder.replay, step), columns
 
     titles = "logits", title
-    rows = subject.measure(case, providers, titles, exact, once, take, decoder.steps)
+    rows = subject.measure(case, providers, titles, script, exact, once, take, decoder.steps)
     for row in rows:
         row["tokens_per_second"] = significant(1e3 * len(script) / row["p50"], 5)
     return rows

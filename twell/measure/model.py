@@ -152,8 +152,7 @@ def measure_forward(
     title = f"{case['model']}  {len(ids)} x {ids.shape[1]} tokens  {case['active']:.4g} active"
     once = functools.partial(forward, model, ids)
     in_graph = subject.graphs and tokens <= GRAPH_TOKENS
-    few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
-    exact = exact_hidden_states(model, ids[:few]), lambda hidden: hidden[:few]
+    exact = functools.partial(exact_hidden_states, model)
 
     def take(_: Provider) -> tuple[Tensor, runner.Run, dict]:
         run, (hidden, _) = once, once()
@@ -166,7 +165,7 @@ def measure_forward(
         peak = weights + most - before
         return hidden, run, {"peak": peak, "mode": "graph" if in_graph else "stream"}
 
-    rows = subject.measure(case, providers, ("hidden states", title), exact, once, take)
+    rows = subject.measure(case, providers, ("hidden states", title), ids, exact, once, take)
     for row in rows:
         row["tokens_per_ms"] = significant(tokens / row["p50"], 5)
     return rows, case, activity

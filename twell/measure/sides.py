@@ -185,23 +185,26 @@ class Subject:
         case: dict,
         providers: Sequence[Provider],
         titles: tuple[str, str],
-        exact: tuple[Tensor, Callable[[Tensor], Tensor]],
+        ids: Tensor,
+        exact: Callable[[Tensor], Tensor],
         once: Run,
         take: Callable[[Provider], tuple[Tensor, Run, dict]],
         per_run: int = 1,
     ) -> list[dict]:
         """Check and time passes; return a row of each provider.
 
-        titles: of results, and of the pass, for messages. exact: in fp32, and what takes the part
-        of a result that it is of. once: a pass, whose layers are compared with fp64, once for each
-        backend and precision. take: returns a provider's result, the run to be timed and columns;
-        the model computes by the provider already. per_run: the calls that a run makes.
+        titles: of results, and of the pass, for messages. exact: returns the result of some of the
+        `ids` [B, S] in fp32. once: a pass, whose layers are compared with fp64, once for each
+        backend and precision. take: returns a provider's result [B, ...], the run to be timed and
+        columns; the model computes by the provider already. per_run: the calls that a run makes.
 
-        Results are compared with `exact`, and with the first one, the dense provider's. A result in
-        FP8 has one limit, and is not compared with the first.
+        Results are compared with exact ones, and with the first one, the dense provider's. A result
+        in FP8 has one limit, and is not compared with the first.
         """
         kind, title = titles
         worst = functools.cache(lambda eager: self.check_layers(eager, once, title))
+        few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
+        right = exact(ids[:few])
         dense: tuple[float, Tensor] | None = None  # error and result
 
         def prepare(provider: Provider) -> Call:
@@ -209,7 +212,7 @@ class Subject:
             layer_rms = worst(replace(provider, compilation=EAGER))
             self.become(provider)
             result, run, columns = take(provider)
-            error = check.relative(exact[1](result), exact[0])
+            error = check.relative(result[:few], right)
             what = f"{kind} ({title}) of {provider}"
             if provider.in_fp8:
                 check.accept(error, TOLERANCE["FP8 hidden states"], f"{what} are wrong")
