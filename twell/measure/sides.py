@@ -35,21 +35,15 @@ ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
 
-def compile_layers(
-    model: SparseLlamaForCausalLM, compilation: str, around: Callable | None = None
-) -> None:
+def compile_layers(model: SparseLlamaForCausalLM, compilation: str) -> None:
     """Compile a model's decoder layers and last norm, or undo it where `compilation` is EAGER.
 
-    around: calls the compiled module, its first argument. torch keeps the compiled code, so nothing
-    is compiled twice.
+    torch keeps the compiled code, so nothing is compiled twice.
     """
     for module in (*model.model.layers, model.model.norm):
         module._compiled_call_impl = None  # torch has no public way to undo nn.Module.compile
         if compilation != EAGER:
             module.compile(fullgraph=True, dynamic=False, options=COMPILE_OPTIONS[compilation])
-            if around is not None:
-                call = functools.partial(around, module._compiled_call_impl)
-                module._compiled_call_impl = call
 
 
 def embed(model: SparseLlamaForCausalLM, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:

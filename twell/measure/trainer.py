@@ -117,10 +117,7 @@ class Trainer:
         parameters = self.model.named_parameters()
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in parameters}
         self.expected: tuple[float, ...] = ()  # results of the first provider
-        self.around: Callable | None = None
         if config.checkpoint_activations:
-            # Around a compiled layer: within it, it could not keep its L1 term.
-            self.around = functools.partial(checkpoint, use_reentrant=False)
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.compiled_loss = runner.compiled(_chunk_loss)
         self.sparse = SparseTraining(self.model)
@@ -130,11 +127,15 @@ class Trainer:
         """Take the first weights, a fresh optimiser, and the provider's backend and compilation."""
         self.optimizer = None  # before the next one: two would not fit
         self.model.zero_grad()
-        compile_layers(self.model, provider.compilation, self.around)
+        compile_layers(self.model, provider.compilation)
         self.loss = self.compiled_loss if provider.compiled else _chunk_loss
-        checkpointed = self.config.checkpoint_activations and not provider.compiled
-        for layer in self.model.model.layers:
-            layer.gradient_checkpointing = checkpointed
+        parts = *self.model.model.layers, self.model.model.norm
+        for layer in parts if self.config.checkpoint_activations else ():
+            layer.gradient_checkpointing = not provider.compiled
+            if provider.compiled:
+                # Around a compiled layer: within it, it could not keep its L1 term.
+                call = functools.partial(checkpoint, layer._compiled_call_impl)
+                layer._compiled_call_impl = functools.partial(call, use_reentrant=False)
         self.model.set_ffn_backend("dense")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
