@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from twell import results
 from twell.measure import runner
 from twell.measure.check import hooked
-from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import Case, TrainingCase, check_sizes, default_mode
 from twell.measure.providers import DENSE_COMPILED, FP8, UNION, Provider
 from twell.measure.rows import significant
@@ -56,7 +55,7 @@ def calibrate(
     """
     gpu, precision = runner.Gpu(), FP8 if quantized else None
     check_sizes(tokens, hidden_size, intermediate_size)
-    layer = functools.partial(layer_case, Case, gpu, gated, (hidden_size, intermediate_size))
+    sizes = hidden_size, intermediate_size
 
     def timed(case: Case, turns: str, column: str, behind: Container[str] = ()) -> dict:
         """Return ms by path."""
@@ -77,15 +76,16 @@ def calibrate(
     for num_tokens in tokens:
         behind: set[str] = set()
         for active in sorted(levels | {max(half, 1), intermediate_size}):
-            case = layer(num_tokens, active, default_mode(num_tokens))
+            mode = default_mode(num_tokens)
+            case = Case.draw(gpu, (num_tokens, *sizes), active, mode=mode, gated=gated)
             times = timed(case, "calibration", "p50", behind)
             behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
             columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
             rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
     for num_tokens in FLOOR_TOKENS:  # of a layer with hardly any activity
         for situation in (EAGER, COMPILED) if num_tokens <= max(tokens) else ():
-            times = timed(layer(num_tokens, 1, situation), "floor", "p20")
-            floors.append(Floor(situation, num_tokens, times))
+            case = Case.draw(gpu, (num_tokens, *sizes), 1, mode=situation, gated=gated)
+            floors.append(Floor(situation, num_tokens, timed(case, "floor", "p20")))
         torch.compiler.reset()  # compiled anew for each path, up to a limit
     origin = results.provenance()
     calibration = Calibration.fit(
@@ -105,20 +105,6 @@ def calibrate(
     return calibration
 
 
-def layer_case(
-    kind: type[Case],
-    gpu: runner.Gpu,
-    gated: bool,
-    sizes: tuple[int, int],
-    num_tokens: int,
-    active: float,
-    mode: str = "stream",
-) -> Case:
-    """Return a case of skewed activity."""
-    inputs = synthetic_layer(num_tokens, *sizes, active=active, device=gpu.device)
-    return kind(gpu, "skewed", inputs, mode, gated=gated)
-
-
 def crossover(
     hidden_size: int = 2048,
     intermediate_size: int = 5632,
@@ -136,8 +122,8 @@ def crossover(
     check_sizes([tokens], hidden_size, intermediate_size)
     levels: list[tuple[float, float]] = []
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
-        sizes = hidden_size, intermediate_size
-        case = layer_case(TrainingCase, gpu, gated, sizes, tokens, active)
+        shape = tokens, hidden_size, intermediate_size
+        case = TrainingCase.draw(gpu, shape, active, gated=gated)
         calls = bench(gpu, case.prepare, [DENSE_COMPILED, UNION], "step")
         dense, sparse = (call.columns["p50"] for call in calls.values())
         print(f"{case}  step: dense {dense:.4f} ms  sparse {sparse:.4f} ms", flush=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -95,11 +96,11 @@ def ffn(
         for num_tokens in tokens:
             how = mode or ("stream" if backward else default_mode(num_tokens))
             for name, mean in itertools.product(patterns, active):
-                given = {"active": mean, "pattern": PATTERNS[name], "device": gpu.device}
-                inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
-                case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias, auto=auto)
+                shape = num_tokens, hidden_size, intermediate_size
+                options = {"mode": how, "gated": gated, "act": act, "bias": bias, "auto": auto}
+                case = kind.draw(gpu, shape, mean, name, **options)
                 case.measure(rows, kernels)
-                del case, inputs  # before the next ones are drawn
+                del case  # before the next one is drawn
                 torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
     return next(iter(rows.by_file.values()))
@@ -240,6 +241,14 @@ class Case:
         }
         numbers = range(1, self.columns["weight_sets"])
         self.sets = [weights, *(permuted(weights, seed) for seed in numbers)]
+
+    @classmethod
+    def draw(
+        cls, gpu: Gpu, shape: Sequence[int], active: float, pattern: str = "skewed", **options: Any
+    ) -> Self:
+        """Return a case of `synthetic_layer`; shape: M, K and N."""
+        given = {"active": active, "pattern": PATTERNS[pattern], "device": gpu.device}
+        return cls(gpu, pattern, synthetic_layer(*shape, **given), **options)
 
     def __str__(self) -> str:
         c = self.columns
