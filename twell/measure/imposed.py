@@ -1,4 +1,4 @@
-"""Layers and models of random weights that have a given activity, for measurements without training.
+"""Layers and models of random weights with a given activity, to measure without training.
 
 A pattern says how the activity varies between neurons and tokens. "Even" neurons are independent
 and equally likely. "Skewed" ones imitate trained models: popular neurons, busy tokens, documents
@@ -37,6 +37,9 @@ from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
 DOCUMENT = 2048  # consecutive tokens of a layer's input that share a part of their variance
 # The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
 PEAK, HUMP, WIDTH, FIRST = 6 / 27, 2.0, 0.13, (0.4, 0.6)
+# Mean active neurons over layers at the recommended L1 coefficient, from the paper's text. It does
+# not print that of 1b, which lies between its neighbours. ACTIVE: of a size that it does not have.
+PAPER_ACTIVE, ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}, 29.0
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,15 @@ PATTERNS = {"skewed": SKEWED, "even": EVEN}
 IMPOSED = Pattern(popularity=0.6, liveliness=0.4, shared=0.1)
 
 
-def layer_means(profile: str, num_layers: int, active: float) -> list[float]:
+def layer_means(profile: str, num_layers: int, active: float | None, size: str = "") -> list:
     """Return each layer's mean active neurons per token, for a mean of `active` over layers.
 
-    profile: "flat", or "paper": a hump at layer 6 of 28, scaled to the depth, three times the last
-    layers. The paper does not print the values of its Fig. 6.
+    active: None takes the paper's, of a model's size. profile: "flat", or "paper": a hump at layer
+    6 of 28, scaled to the depth, three times the last layers. The paper does not print the values
+    of its Fig. 6.
     """
     require(profile in ("flat", "paper"), f"profile {profile!r} is unknown; use flat or paper")
+    active = PAPER_ACTIVE.get(size, ACTIVE) if active is None else active
     if profile == "flat" or num_layers <= len(FIRST):
         return [float(active)] * num_layers
     last = num_layers - 1
@@ -158,14 +163,6 @@ TOPICS = 64
 FFN_PART, ATTENTION_PART = 0.02, 0.1
 # Standard deviation of logits, but for the token's own: the head is tied to the embedding.
 LOGIT = 0.1
-# Mean active neurons over layers at the recommended L1 coefficient, from the paper's text. It does
-# not print that of 1b, which lies between its neighbours. ACTIVE: of a size that it does not have.
-PAPER_ACTIVE, ACTIVE = {"0.5b": 39.0, "1b": 32.0, "1.5b": 29.0, "2b": 24.0}, 29.0
-
-
-def mean_of(size: str, active: float | None) -> float:
-    """Return the mean active neurons that a configuration gets: as given, else the paper's."""
-    return PAPER_ACTIVE.get(size, ACTIVE) if active is None else active
 
 
 def draw_tokens(

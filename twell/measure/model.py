@@ -67,9 +67,9 @@ def language_model(
     """Time a language model in bf16: `twell measure model`, whose help explains the options.
 
     size: a configuration, with random weights; or checkpoint: a name, the model in bf16 and the
-    tokens of a text. ordered: similar tokens side by side. shapes: batches (sequences, tokens of each). Layers alone, and with `alike`
-    the activity to impose, are of the first one. active: means, each imposed in turn. decode:
-    numbers of documents to continue by GENERATION tokens.
+    tokens of a text. ordered: similar tokens side by side. shapes: batches (sequences, tokens of
+    each). Layers alone, and with `alike` the activity to impose, are of the first one. active:
+    means, each imposed in turn. decode: numbers of documents to continue by GENERATION tokens.
 
     Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
@@ -84,8 +84,8 @@ def language_model(
     longest, text, levels = max(lengths, default=1), None, [None]
     if checkpoint is None:
         model, config = random_model(size, overrides, longest, gpu.device)
-        means = active or [imposed.mean_of(size, None)]
-        levels = [layer_means(profile, config.num_layers, mean) for mean in means]
+        means = functools.partial(layer_means, profile, config.num_layers, size=size)
+        levels = [means(mean) for mean in active or [None]]
     else:
         size, model, text = checkpoint
         check_model(size, model.config, longest)

@@ -45,8 +45,7 @@ def serve(
     """
     gpu, rows = runner.Gpu(), Rows(out, "serve")
     model, config = random_model(size, overrides, LONGEST + NEW_TOKENS, gpu.device)
-    mean = imposed.mean_of(size, active)
-    imposed.impose(model, layer_means(profile, config.num_layers, mean))
+    imposed.impose(model, layer_means(profile, config.num_layers, active, size))
     g = torch.Generator().manual_seed(SEED)
     lengths = torch.randint(SHORTEST, LONGEST + 1, (REQUESTS,), generator=g)
     tokens = imposed.draw_tokens(config.vocab_size, REQUESTS, LONGEST, seed=SEED)

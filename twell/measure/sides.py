@@ -217,7 +217,8 @@ class Subject:
                 limit, distance = check.FROM_DENSE * dense[0], check.relative(result, dense[1])
                 check.accept(distance, limit, f"{what} differ from dense ones")
             columns |= {"provider": provider.name, "path": self.paths(provider, case["tokens"])}
-            columns |= {"relative_rms": significant(error, 3), "layer_rms": significant(layer_rms, 3)}
+            columns["relative_rms"] = significant(error, 3)
+            columns["layer_rms"] = significant(layer_rms, 3)
             return Call(run, columns, per_run, enter=functools.partial(self.become, provider))
 
         calls = bench(self.gpu, prepare, providers, "pass")

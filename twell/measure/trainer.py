@@ -60,7 +60,7 @@ def train_step(
     """
     gpu, rows = runner.Gpu(energy), Rows(out, "train_step")
     config = model_config(size, overrides)
-    trainer = Trainer(size, config, profile, imposed.mean_of(size, active), gpu)
+    trainer = Trainer(size, config, profile, active, gpu)
     kinds = itertools.product(compilations(compiled), (("dense", None), ("triton", "union")))
     providers = [Provider(backend, path, kind) for kind, (backend, path) in kinds]
     for provider, call in bench(gpu, trainer.prepare, providers, "optimizer").items():
@@ -99,10 +99,10 @@ class Trainer:
     """A model that takes optimiser steps on one batch, by one provider and then by another."""
 
     def __init__(
-        self, name: str, config: TrainConfig, profile: str, active: float, gpu: runner.Gpu
+        self, name: str, config: TrainConfig, profile: str, active: float | None, gpu: runner.Gpu
     ):
         self.name, self.config, self.profile, self.gpu = name, config, profile, gpu
-        means = layer_means(profile, config.num_layers, active)
+        means = layer_means(profile, config.num_layers, active, name)
         with gpu.device:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)

@@ -234,7 +234,8 @@ def aggregate_run(
     ids = ids[: MOST_TOKENS if tokens is None else tokens]
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     meta |= {"l1_coefficient": getattr(model.config, "l1_coefficient", None)}
-    return aggregate(model, tokenizer, cut(ids, model), max_bytes=max_bytes, meta=meta, progress=progress)
+    options = {"max_bytes": max_bytes, "meta": meta, "progress": progress}
+    return aggregate(model, tokenizer, cut(ids, model), **options)
 
 
 # --- the loss without single neurons
