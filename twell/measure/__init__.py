@@ -8,7 +8,7 @@ versions, commit and command.
     providers, rows     names and columns of data/bench
     imposed             layers and models of a known activity
     check               exact results, and one table of tolerances
-    runner              bench(case, providers): check, turns, CUDA graphs, energy, kernels
+    runner              `bench`: checks, turns, CUDA graphs, energy, kernels
     layer               one layer by each provider, forward and in training
     calibration         the times that "auto" chooses by; the paths of a model's layers, for good
     sides, model, decode

@@ -62,8 +62,12 @@ def quality(
         for provider in (DENSE_EAGER, *in_fp8):
             linears.become(provider)
             model.set_ffn_backend(provider.backend)
-            loss, active = _run(model, sequences, batch)
-            losses[provider] = loss
+            parts, active = [], 0
+            for _, layers, logprob in passes(model, sequences, batch, model.ffns):
+                parts.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
+                active += sum(len(token) for token, *_ in layers)
+            loss = losses[provider] = np.concatenate(parts)  # of each sequence
+            active /= sum(map(len, sequences)) * len(model.ffns)
             row = about | {"provider": provider.name, "active": significant(active, 5)}
             row["cross_entropy"] = significant(loss.sum() / predicted.sum(), 7)
             row |= _difference("", loss - losses[DENSE_EAGER], predicted)
@@ -73,18 +77,6 @@ def quality(
         linears.become(DENSE_EAGER)
         model.set_ffn_backend(backend)
     return rows.by_file["quality"]
-
-
-def _run(
-    model: SparseLlamaForCausalLM, sequences: Sequence[Sequence[int]], batch: int
-) -> tuple[np.ndarray, float]:
-    """Return the loss in nats of each sequence, summed, and the mean active neurons of a layer."""
-    losses, active = [], 0
-    for _, layers, logprob in passes(model, sequences, batch, model.ffns):
-        losses.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
-        active += sum(len(token) for token, *_ in layers)
-    tokens = sum(map(len, sequences))
-    return np.concatenate(losses), active / tokens / len(model.ffns)
 
 
 def _difference(prefix: str, difference: np.ndarray, predicted: np.ndarray) -> dict:
