@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +73,8 @@ def passes(
                 if not 0 <= token < size:
                     known = f"the model has tokens 0 to {size - 1}"
                     raise ValueError(f"token {token} does not exist: {known}")
-            with Entries(ffns) as entries:
+            entries = Entries(ffns)
+            with entries if ffns else nullcontext():  # an open collector costs every layer
                 logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
             for number, ffn in enumerate(ffns):
                 if ffn not in entries.by_layer:
