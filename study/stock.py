@@ -34,14 +34,13 @@ MODES = {"compiled": None, "reduce-overhead": "reduce-overhead"}  # of torch.com
 
 
 class Pair:
-    """A stock model and its sparsified copy; a case of `bench`."""
+    """A stock model and its sparsified copy."""
 
     def __init__(self):
         self.gpu = runner.Gpu()
         size, overrides = SIZES
         model, config = random_model(size, overrides, 4096, self.gpu.device)
-        sample = imposed.draw_tokens(config.vocab_size, 64, 128, device=self.gpu.device, seed=1)
-        imposed.impose(model, [ACTIVE] * config.num_layers, sample)
+        imposed.impose(model, [ACTIVE] * config.num_layers)
         kept = {k: v for k, v in model.config.to_dict().items() if k in LlamaConfig().to_dict()}
         with self.gpu.device:
             stock = LlamaForCausalLM(LlamaConfig(**kept)).to(torch.bfloat16).eval()
@@ -65,8 +64,8 @@ class Pair:
         error = float((found - exact).norm() / exact.norm())
         if not error < TOLERANCE:
             raise ArithmeticError(f"logits differ by {error:.3g}; {TOLERANCE} is allowed")
-        self.prepare = lambda name: Call(runs[name])
-        times = bench(self, runs, "step")
+        calls = bench(self.gpu, lambda name: Call(runs[name]), runs, "step")
+        times = {name: call.columns for name, call in calls.items()}
         case = {"mode": mode, "batch": batch, "context": context, "active": ACTIVE}
         case["relative_rms"] = runner.significant(error, 3)
         rows = [case | {"provider": name} | columns for name, columns in times.items()]

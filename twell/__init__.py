@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = hand_on(
     {
         ".config": "TrainConfig",
         ".inspector.widget": "inspect",
-        ".measure.tune": "tune",
+        ".measure.calibration": "tune",
         ".models": "SparseLlamaConfig SparseLlamaForCausalLM sparsify densify register_adapter "
         "load collect_l1 l1_by_layer with_l1 intervene silence order_tokens quantize_ dequantize_",
         ".sparse.float8": "Float8DynamicActivationFloat8WeightConfig PerRow",

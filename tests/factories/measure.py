@@ -6,8 +6,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
 from twell.measure import imposed, runner
+from twell.measure.check import hooked
+from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import Case
-from twell.measure.patterns import synthetic_layer
 from twell.models import SparseLlamaConfig
 from twell.sparse import float8, ops, reference
 from twell.sparse.activations import RELU
@@ -109,10 +110,10 @@ def active_entries(model, tokens):
     """[T, N] bool of each layer."""
     layers = []
 
-    def visit(_, ffn, x):
-        layers.append(ffn.activations(x.flatten(0, 1))[0] != 0)
+    def visit(_, ffn, inputs):
+        layers.append(ffn.activations(inputs[0].flatten(0, 1))[0] != 0)
 
-    with imposed.before_ffn(model, visit):
+    with hooked(model.ffns, visit, before=True):
         model.model(input_ids=tokens, use_cache=False)
     return layers
 

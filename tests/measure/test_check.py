@@ -9,8 +9,8 @@ from tests.factories import SEED, measure
 from tests.factories.measure import relative
 from twell.measure import check
 from twell.measure.check import Exact
+from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import DenseLayer, Step, TrainingCase
-from twell.measure.patterns import synthetic_layer
 from twell.sparse import reference
 
 
@@ -87,7 +87,7 @@ def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated):
     # Of 150 tokens, rounding is more than 5e-3 in one of some hundred draws.
     case = measure.case(1000, gated, kind=TrainingCase)
     exact, dense = case.exact, DenseLayer(case.sets[0])
-    tensors = Step(dense, dense.with_l1, case.x, case.gradients()).tensors()
+    tensors = Step(dense, dense.with_l1, case)()
     worst, error = exact.check_step(tensors, "dense")
     errors = {name: relative(tensors[name], t) for name, t in exact.tensors.items()}
     assert error > 1e-3 and error == max(errors.values()) == errors[worst]
@@ -95,6 +95,6 @@ def test_a_wrong_tensor_is_named_and_rounding_is_not_wrong(gated):
         for wrong in (1.05 * tensors[name], tensors[name] * float("nan")):
             with pytest.raises(ArithmeticError, match=f"^{name} of union is wrong"):
                 exact.check_step(tensors | {name: wrong}, "union")
-    without_l1 = Step(dense, dense.with_l1, case.x, (case.gradients()[0], torch.zeros(1000)))
+    case.gradients = case.gradients[0], torch.zeros(1000)
     with pytest.raises(ArithmeticError, match="^d.* is wrong"):
-        exact.check_step(without_l1.tensors(), "dense")
+        exact.check_step(Step(dense, dense.with_l1, case)(), "dense")

@@ -54,6 +54,18 @@ def test_calls_back_to_back(mode, dense_kernels, monkeypatch):
     assert len(compiled) == 8 * (1 + 5 * (mode == "compiled"))
 
 
+def test_layers_in_fp8_are_compared_with_their_own_rounded_weights(dense_kernels, monkeypatch):
+    monkeypatch.setattr(layer.float8, "why_not", lambda device: None)
+    rows = ffn([200], [9], **SIZES, mode="stream")
+    errors = {row["provider"]: row["relative_rms"] for row in rows}
+    dense = {name for name in errors if "FP8" in name and "dense" in name}
+    assert len(errors) == 14 and len(dense) == 3
+    for row in rows:
+        limit = "FP8 layer" if "FP8" in row["provider"] and row["path"] == "dense" else "layer"
+        assert 1e-3 < row["relative_rms"] < TOLERANCE[limit], row["provider"]
+    assert min(errors[name] for name in dense) > TOLERANCE["layer"]  # h is rounded, too
+
+
 @pytest.mark.parametrize("wrong", ["union", "auto"])
 def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     dense_kernels, tmp_path, monkeypatch, wrong

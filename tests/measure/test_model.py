@@ -53,7 +53,7 @@ def test_providers_differ_in_nothing_but_the_feed_forward_layers(dense_kernels, 
     imposed.impose(model, [20.0] * 4, imposed.draw_tokens(640, 8, 64))
     subject = Subject("tiny", model, "flat", dense_kernels)
     values = {name: weight.clone() for name, weight in model.named_parameters()}
-    subject.observe([{"mean": 20.0, "union": 90.0}] * 4, 100)
+    subject.observe(ids, [{"mean": 20.0, "union": 90.0, "max": 30}] * 4)
     results = {}
     for provider in [*model_providers(None, tuned=True), DENSE_EAGER]:
         subject.become(provider)
@@ -81,9 +81,9 @@ def test_decoding_gives_the_logits_of_a_pass_over_the_whole_text():
     with torch.no_grad():
         decoder.read()
         logits = decoder.generate(decoder.step)
-        whole = model(input_ids=script, use_cache=False).logits[:, 17:].transpose(0, 1)
-        assert logits.shape == (12, 3, 640) and relative(logits, whole) < 1e-5
-        assert torch.equal(decoder.picked[:, 17:].t(), logits.argmax(-1))
+        whole = model(input_ids=script, use_cache=False).logits[:, 17:]
+        assert logits.shape == (3, 12, 640) and relative(logits, whole) < 1e-5
+        assert torch.equal(decoder.picked[:, 17:], logits.argmax(-1))
         assert not decoder.picked[:, :17].any() and int(decoder.position) == 29
         addresses = [cache.keys.data_ptr() for cache in decoder.caches]
         assert torch.equal(decoder.generate(decoder.step), logits)  # again from the first step

@@ -8,7 +8,7 @@ from tests.factories import SEED, measure
 from tests.factories.measure import counts_of
 from twell import results
 from twell.measure import imposed
-from twell.measure.patterns import EVEN, SKEWED, layer_means, synthetic_layer
+from twell.measure.imposed import EVEN, SKEWED, layer_means, synthetic_layer
 
 
 def test_the_papers_profile_has_its_hump_and_its_mean():
@@ -75,8 +75,7 @@ def test_unions_and_heavy_tokens_are_as_recorded():
 
 
 @pytest.mark.parametrize("behind", [0, 5])
-def test_activity_is_that_of_a_plain_loop(behind, monkeypatch):
-    monkeypatch.setattr(imposed, "ACTIVITY_CHUNK", 130)  # not a multiple of the block
+def test_activity_is_that_of_a_plain_loop(behind):
     model, tokens = measure.model(num_hidden_layers=1), imposed.draw_tokens(640, 3, 100)
     (activity,) = imposed.activity_of(model, tokens, behind)
     (active,) = measure.active_entries(model, tokens)

@@ -30,15 +30,15 @@ def known_turns(monkeypatch):
 
 def test_calls_are_checked_and_then_take_turns():
     case = Timed()
-    columns = bench(case, "abc", "short")
+    calls = bench(case.gpu, case.prepare, "abc", "short")
     assert case.order[:3] == ["check a", "check b", "check c"]
     rounds = ["".join(case.order[place : place + 3]) for place in range(3, 18, 3)]
     assert len(case.order) == 18 and all(set(order) == set("abc") for order in rounds)
     assert len(set(rounds)) > 1  # nobody always comes last
-    assert columns["b"] == {"error": "b", "p20": 2.0, "p50": 2.0, "p80": 2.0}
+    assert calls["b"].columns == {"error": "b", "p20": 2.0, "p50": 2.0, "p80": 2.0}
     case = Timed()
     with pytest.raises(ArithmeticError):
-        bench(case, ["a", "wrong"], "short")
+        bench(case.gpu, case.prepare, ["a", "wrong"], "short")
     assert case.order == ["check a", "check wrong"] and not case.gpu.timed
 
 
@@ -46,10 +46,11 @@ def test_calls_are_checked_and_then_take_turns():
 def test_energy_is_that_of_one_call(turns, flush):
     case = Timed(per_run=4, flush=flush)
     case.gpu.meter = lambda: 0
-    columns = bench(case, "ab", turns)
+    calls = bench(case.gpu, case.prepare, "ab", turns)
     for name, ms in {"a": 1.0, "b": 2.0}.items():
-        assert (columns[name]["p50"], columns[name]["watts"]) == (ms / 4, 20)
-        assert columns[name]["energy"] == pytest.approx(20 * ms / 4, rel=1e-3)
+        columns = calls[name].columns
+        assert (columns["p50"], columns["watts"]) == (ms / 4, 20)
+        assert columns["energy"] == pytest.approx(20 * ms / 4, rel=1e-3)
     assert case.gpu.now > 2 * runner.ENERGY_MS  # a second of each
 
 

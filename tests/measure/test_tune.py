@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import twell
 from tests.factories.models import make, stock, tokens
-from twell.measure import tune
+from twell.measure import calibration
 from twell.models import order, sparse_ffns
 
 
@@ -58,7 +58,7 @@ def test_the_activity_of_a_batch_is_kept_and_saved(kind, tmp_path):
 
 @pytest.mark.parametrize("kinds", [1, 8])
 def test_similar_tokens_go_side_by_side_where_unions_shrink(kinds, monkeypatch):
-    monkeypatch.setattr(tune, "MIN_TOKENS", 256)
+    monkeypatch.setattr(calibration, "MIN_TOKENS", 256)
     monkeypatch.setattr(order, "MIN_TOKENS", 256)
     model, x = make(ffn_backend="reference").eval(), tokens(4, 64) % 80 // 8 * 8
     x += torch.arange(64) % kinds  # tokens of a kind activate the same eighth of the neurons

@@ -27,7 +27,7 @@ from twell.config import TrainConfig
 from twell.corpus import load_tokenizer
 from twell.evaluate.tasks import load_tasks, task_facts, task_names
 from twell.measure.providers import FP8, Provider
-from twell.measure.quantized import Linears
+from twell.measure.sides import Linears
 from twell.models import load_stock, num_weights, read_json, resolve
 from twell.sparse.layer import SparseFFN
 from twell.trace import load_with_tokenizer

@@ -6,11 +6,11 @@ Providers are timed in turns, since a GPU's clock falls while it works. Each row
 versions, commit and command.
 
     providers, rows     names and columns of data/bench
-    patterns, imposed   layers and models of a known activity
+    imposed             layers and models of a known activity
     check               exact results, and one table of tolerances
-    runner              bench(case, providers): check, turns, CUDA graphs, energy, kernels
-    layer, quantized    one layer by each provider, forward and in training
-    calibration, tune   the times that "auto" chooses by; the paths of a model's layers, for good
+    runner              `bench`: checks, turns, CUDA graphs, energy, kernels
+    layer               one layer by each provider, forward and in training
+    calibration         the times that "auto" chooses by; the paths of a model's layers, for good
     sides, model, decode
                         whole models: forward passes, layers, decoding
     trainer             one optimiser step of a model
@@ -29,7 +29,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".check": "Exact TOLERANCE",
         ".layer": "ffn",
         ".model": "language_model",
-        ".patterns": "Pattern synthetic_layer",
+        ".imposed": "Pattern synthetic_layer",
         ".providers": "Provider",
         ".precision": "quality",
         ".rows": "COLUMNS",

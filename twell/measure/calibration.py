@@ -1,27 +1,37 @@
-"""The times that "auto" chooses by, and up to which activity sparse training is faster."""
+"""The times that "auto" chooses by, up to which activity sparse training is faster, and `tune`."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import torch
+from torch import Tensor, nn
 
 from twell import results
 from twell.measure import runner
+from twell.measure.check import hooked
 from twell.measure.layer import Case, TrainingCase, check_sizes, default_mode
-from twell.measure.patterns import synthetic_layer
 from twell.measure.providers import DENSE_COMPILED, FP8, UNION, Provider
 from twell.measure.rows import significant
 from twell.measure.runner import bench
+from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
+from twell.models.order import MIN_TOKENS, order_tokens
 from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, Calibration, Floor, crossing
-from twell.sparse.plan import WAITING
+from twell.sparse.layer import SparseFFN
+from twell.sparse.plan import BLOCK, WAITING, count_activity, sampled_blocks
 
 CALIBRATION_TOKENS = 1, 4, 16, 64, 256, 512, 1024, 2048, 4096, 16384, 131072
 BEHIND = 2  # a path this many times slower than dense is not timed at higher activity
 # Where a call may wait for Python: up to 4 tokens, up to 512, and more take different kernels.
 FLOOR_TOKENS = 1, 2, 4, 8, 512, 2048
+# Similar tokens go side by side where unions shrink to this share, which is a guess. Two trained
+# models gained 3.2 and 3.9% on an H200 (data/bench/model.csv).
+SMALLER = 0.75
 CROSSOVER_TOKENS = 16384
 CROSSOVER_SHARES = 0.005, 0.02, 0.05, 0.1, 0.2  # mean active neurons per token, of all
 
@@ -45,9 +55,7 @@ def calibrate(
     """
     gpu, precision = runner.Gpu(), FP8 if quantized else None
     check_sizes(tokens, hidden_size, intermediate_size)
-    layer = functools.partial(
-        layer_case, Case, gpu, gated, hidden_size=hidden_size, intermediate_size=intermediate_size
-    )
+    sizes = hidden_size, intermediate_size
 
     def timed(case: Case, turns: str, column: str, behind: Container[str] = ()) -> dict:
         """Return ms by path."""
@@ -56,8 +64,9 @@ def calibrate(
         waits = case.mode == EAGER and case.columns["tokens"] > WAITING
         if turns == "floor" and precision is None and not waits:
             by["dense"] = Provider("dense", "dense")
-        measured = bench(case, [by[path] for path in by if path not in behind], turns)
-        times = {path: measured[by[path]][column] for path in by if path not in behind}
+        paths = {provider: path for path, provider in by.items() if path not in behind}
+        calls = bench(gpu, case.prepare, paths, turns)
+        times = {paths[provider]: call.columns[column] for provider, call in calls.items()}
         shown = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
         print(f"{case}  {case.mode:<8}  {shown}", flush=True)
         return times
@@ -67,15 +76,16 @@ def calibrate(
     for num_tokens in tokens:
         behind: set[str] = set()
         for active in sorted(levels | {max(half, 1), intermediate_size}):
-            case = layer(num_tokens, active=active, mode=default_mode(num_tokens))
+            mode = default_mode(num_tokens)
+            case = Case.draw(gpu, (num_tokens, *sizes), active, mode=mode, gated=gated)
             times = timed(case, "calibration", "p50", behind)
             behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
             columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
             rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
     for num_tokens in FLOOR_TOKENS:  # of a layer with hardly any activity
         for situation in (EAGER, COMPILED) if num_tokens <= max(tokens) else ():
-            times = timed(layer(num_tokens, active=1, mode=situation), "floor", "p20")
-            floors.append(Floor(situation, num_tokens, times))
+            case = Case.draw(gpu, (num_tokens, *sizes), 1, mode=situation, gated=gated)
+            floors.append(Floor(situation, num_tokens, timed(case, "floor", "p20")))
         torch.compiler.reset()  # compiled anew for each path, up to a limit
     origin = results.provenance()
     calibration = Calibration.fit(
@@ -95,14 +105,6 @@ def calibrate(
     return calibration
 
 
-def layer_case(
-    kind: type[Case], gpu: runner.Gpu, gated: bool, num_tokens: int, mode: str = "stream", **sizes
-) -> Case:
-    """Return a case of skewed activity; sizes: those of `synthetic_layer`."""
-    inputs = synthetic_layer(num_tokens, device=gpu.device, **sizes)
-    return kind(gpu, "skewed", inputs, mode, gated=gated)
-
-
 def crossover(
     hidden_size: int = 2048,
     intermediate_size: int = 5632,
@@ -120,10 +122,10 @@ def crossover(
     check_sizes([tokens], hidden_size, intermediate_size)
     levels: list[tuple[float, float]] = []
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
-        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
-        case = layer_case(TrainingCase, gpu, gated, tokens, active=active, **sizes)
-        measured = bench(case, [DENSE_COMPILED, UNION], "step")
-        dense, sparse = (columns["p50"] for columns in measured.values())
+        shape = tokens, hidden_size, intermediate_size
+        case = TrainingCase.draw(gpu, shape, active, gated=gated)
+        calls = bench(gpu, case.prepare, [DENSE_COMPILED, UNION], "step")
+        dense, sparse = (call.columns["p50"] for call in calls.values())
         print(f"{case}  step: dense {dense:.4f} ms  sparse {sparse:.4f} ms", flush=True)
         levels.append((case.columns["active"], dense / sparse))
         if dense < sparse:
@@ -134,3 +136,85 @@ def crossover(
         result = significant(result, 4)
     print(f"training is faster sparsely up to {result:g} active neurons per token", flush=True)
     return result
+
+
+@torch.no_grad()
+def tune(
+    model: nn.Module, batch: Mapping[str, Any] | Tensor | None, *, measure: bool = False
+) -> pd.DataFrame | None:
+    """Fix the paths of "auto" by the activity of a batch; print and return the table.
+
+    A layer that is not tuned counts the activity of its calls, and adopts it at fixed numbers of
+    calls. A tuned one counts nothing, and takes the same paths from the first call on. The activity
+    stands in the configuration, so `save_pretrained` saves it and loading restores it. Where it
+    makes unions a quarter smaller, tokens are put in order too (`order_tokens`), which is not
+    saved. Tune again after training.
+
+    Args:
+        model: with SparseFFN layers, on the device where it will run.
+        batch: keyword arguments of the model, or token ids [B, S]; 64 tokens or more are typical
+            for reading, fewer for writing, and 4,096 or more may be put in order. None: undo it,
+            and count again; returns None.
+        measure: also time the paths on this GPU, some minutes for each shape of layer.
+
+    The table has a row a layer: mean `active` neurons of a token, mean union of a block, of 4,096
+    tokens and more also `in order`, and by situation the paths with the most tokens of each. Raises
+    ValueError for a model without SparseFFN layers, and where a layer did not run. Ours.
+    """
+    ffns, config = sparse_ffns(model), getattr(model, "config", None)
+    if (earlier := model.__dict__.pop("ordered_tokens", None)) is not None:
+        earlier.remove()
+    if batch is None:
+        for ffn in ffns:
+            ffn.chooser.freeze(None)
+        if hasattr(config, ACTIVITY):
+            delattr(config, ACTIVITY)
+        return None
+    if measure:
+        times = functools.cache(calibrate)
+        for ffn in ffns:
+            options = {"gated": ffn.gated, "quantized": ffn.quantized}
+            ffn.calibration = times(ffn.hidden_size, ffn.intermediate_size, **options)
+    given = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids, counted = given.get("input_ids"), {}
+    may_order = ids is not None and ids.numel() >= MIN_TOKENS
+
+    def count(_: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+        rows, order = inputs[0].reshape(-1, ffn.hidden_size), ffn.token_order
+        fits = order is not None and order.fits(rows)
+        counted[ffn] = _activity(ffn, rows), _activity(ffn, order.take(rows) if fits else rows)
+
+    training = model.training
+    order = order_tokens(model) if may_order else nullcontext()
+    try:
+        with order, hooked(ffns, count, before=True):
+            model.eval()(**given)
+    finally:
+        model.train(training)
+    if idle := len(ffns) - len(counted):
+        raise ValueError(f"{idle} of {len(ffns)} layers did not run on this batch; give another")
+    activity, in_order = zip(*(counted[ffn] for ffn in ffns), strict=True)
+    apply_activity(ffns, activity)
+    if config is not None:
+        setattr(config, ACTIVITY, activity)
+    rows = []
+    for layer, (ffn, (size, active, union)) in enumerate(zip(ffns, activity, strict=True)):
+        row = {"layer": layer, "active": active, f"union of {size}": union}
+        row |= {"in order": in_order[layer][2]} if may_order else {}
+        for situation, (*pairs, (_, last)) in ffn.plans.items():
+            row[situation] = ", ".join([*(f"{path} to {most:,}" for most, path in pairs), last])
+        rows.append(row)
+    before, after = (sum(union for *_, union in layers) for layers in (activity, in_order))
+    if may_order and after <= SMALLER * before:
+        model.ordered_tokens = order_tokens(model)
+    table = pd.DataFrame(rows).set_index("layer").round(1)
+    print(table.to_string(), flush=True)
+    return table
+
+
+def _activity(ffn: SparseFFN, rows: Tensor) -> list[float]:
+    """Return the tokens of a block, and the mean active neurons of a token and of a block."""
+    counters = torch.zeros(4, dtype=torch.int64, device=rows.device)
+    count_activity(sampled_blocks(rows), lambda x: ffn.act.gate(ffn.first(x)), counters)
+    tokens, blocks, active, union = counters.tolist()
+    return [min(len(rows), BLOCK), active / tokens, union / blocks]

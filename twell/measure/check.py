@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from twell.measure.patterns import Weights
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation
 from twell.sparse.layer import SparseFFN
 
+Weights = tuple[Tensor | None, Tensor, Tensor]
 TOLERANCE = {
     # Relative RMS of a bf16 layer or of a tensor of its step; dense products are at 3e-3 to 4e-3.
     "layer": 5e-3,
+    "step": 5e-3,
     # Below FEW_ENTRIES errors do not average: each of g, u, h and y may be off by half a unit in
     # the last place, and in a step each of g, u, dh, its L1 part, dg and dx.
     "layer of few entries": (1 + 2**-9) ** 4 - 1,
@@ -151,29 +152,23 @@ class Exact:
 
         Raises ArithmeticError above the tolerance, or above `allowed` where that is more.
         """
-        return self._error("y", y, max(self._limit("layer"), allowed), what)
+        return self._error("y", y, max(self.limit("layer"), allowed), what)
 
     def check_step(self, tensors: dict[str, Tensor], what: str) -> tuple[str, float]:
         """Return name and relative RMS error of the worst tensor; ArithmeticError as `check`."""
-        limit = self._limit("step")
+        limit = self.limit("step")
         errors = {n: self._error(n, tensors[n], limit, f"{n} of {what}") for n in self.tensors}
         return max(errors.items(), key=lambda item: item[1])
 
-    @property
-    def fp8_limit(self) -> float:
-        """The relative RMS error of a layer whose h is rounded to FP8 too."""
-        few = self.entries < FEW_ENTRIES
-        return TOLERANCE["FP8 layer of few entries" if few else "FP8 layer"]
-
-    def _limit(self, kind: str) -> float:
-        few = self.entries < FEW_ENTRIES
-        return self.slack * TOLERANCE[f"{kind} of few entries" if few else "layer"]
+    def limit(self, kind: str) -> float:
+        """Return the tolerance of a layer, a step or an FP8 layer, whose h is rounded too."""
+        few = " of few entries" if self.entries < FEW_ENTRIES else ""
+        return self.slack * TOLERANCE[kind + few]
 
     def _error(self, name: str, result: Tensor, limit: float, what: str) -> float:
-        exact = self.tensors[name]
-        scale = float(exact.norm()) or 1.0  # without active neurons all are zero
-        error = float((result.double() - exact).norm()) / scale
-        _require(error, math.hypot(limit, self.either.get(name, 0.0) / scale), f"{what} is wrong")
+        error, scale = relative(result, self.tensors[name]), float(self.tensors[name].norm())
+        near = self.either.get(name, 0.0) / (scale or 1.0)
+        accept(error, math.hypot(limit, near), f"{what} is wrong")
         return error
 
 
@@ -188,46 +183,17 @@ def _changed_by_sums(
     return float((changed @ wide["w_down"].square().sum(0)).sum())
 
 
-def _require(error: float, limit: float, message: str) -> None:
+def accept(error: float, limit: float, message: str) -> None:
+    """Raise ArithmeticError, with the message, for an error above its limit."""
     if not error <= limit:
         raise ArithmeticError(f"{message}: relative RMS {error:.2e}, allowed {limit:.2e}")
 
 
 def relative(result: Tensor, exact: Tensor) -> float:
-    """Return the relative RMS error of a result; sums are in fp32, 2^24 numbers at a time."""
-    wrong = size = 0.0
-    for a, b in zip(result.reshape(-1).split(2**24), exact.reshape(-1).split(2**24), strict=True):
-        wrong += float((a.float() - b.float()).square().sum())
-        size += float(b.float().square().sum())
-    return math.sqrt(wrong / (size or 1.0))
-
-
-class Judge:
-    """Compares results with `exact`, in fp32, and with the first one, the dense provider's.
-
-    `cut` takes the part of a result that `exact` is of. kind, title: for messages.
-    """
-
-    def __init__(self, kind: str, title: str, exact: Tensor, cut: Callable[[Tensor], Tensor]):
-        self.title, self.what, self.exact, self.cut = title, f"{kind} ({title})", exact, cut
-        self.first: Tensor | None = None
-        self.error = TOLERANCE["hidden states"] / AS_DENSE
-
-    def check(self, name: str, result: Tensor, in_fp8: bool = False) -> float:
-        """Return the relative RMS against fp32; ArithmeticError for one above the limits.
-
-        A result in FP8 has one limit, and is not compared with the first.
-        """
-        error = relative(self.cut(result), self.exact)
-        limit = TOLERANCE["FP8 hidden states"] if in_fp8 else AS_DENSE * self.error
-        _require(error, limit, f"{self.what} of {name} are wrong")
-        if in_fp8:
-            return error
-        if self.first is None:
-            self.first, self.error = result, error
-        distance = relative(result, self.first)
-        _require(distance, FROM_DENSE * self.error, f"{self.what} of {name} differ from dense ones")
-        return error
+    """Return the relative RMS error of a result; the RMS error where `exact` is zero."""
+    dtype = torch.promote_types(exact.dtype, torch.float32)
+    exact = exact.to(dtype)
+    return float((result.to(dtype) - exact).norm()) / (float(exact.norm()) or 1.0)
 
 
 def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
@@ -236,19 +202,24 @@ def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
     return min(AS_DENSE * plain, TOLERANCE["trained layer"])
 
 
-def exact_layer(ffn: SparseFFN, rows: Tensor) -> tuple[Exact, float]:
-    """Return the exact result of a layer's rows, with its present weights, and its limit."""
-    parts = [ffn.gate_proj, ffn.up_proj, ffn.down_proj]
+def exact_layer(layer: nn.Module, rows: Tensor, path: str | None = None) -> tuple[Exact, float]:
+    """Return the exact result of a layer's rows, with its present weights, and its limit.
+
+    By the path "dense" a quantised SparseFFN has its copy of down in FP8.
+    """
+    down = getattr(layer, "dense_down", None) if path == "dense" else None
+    parts = [layer.gate_proj, layer.up_proj, down or layer.down_proj]
     in_fp8 = [isinstance(part, float8.Float8Linear) for part in parts]
     weights = [
         part and (float8.wide(*part.tensors[:2]) if quantized else part.weight)
         for part, quantized in zip(parts, in_fp8, strict=True)
     ]
-    if not ffn.quantized:
+    if not in_fp8[1]:
         exact = Exact.of(rows, weights)
         return exact, allowed(exact, rows, weights)
-    exact = Exact.of(float8.wide(*float8.quantize(rows)), weights, fp8=True)
-    return exact, exact.fp8_limit if in_fp8[2] else TOLERANCE["trained layer"]
+    read = getattr(layer, "read", float8.quantize)
+    exact = Exact.of(float8.wide(*read(rows)), weights, fp8=True)
+    return exact, exact.limit("FP8 layer") if in_fp8[2] else TOLERANCE["trained layer"]
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from twell.measure import check, imposed
+from twell.measure import imposed
 from twell.measure.providers import DENSE_EAGER, EAGER, Provider
 from twell.measure.rows import significant
-from twell.measure.runner import Run
+from twell.measure.runner import Run, compiled
 from twell.measure.sides import COMPILE_OPTIONS, Subject, embed, exact_hidden_states
 from twell.models.llama import SparseLlamaForCausalLM
 
@@ -102,7 +102,6 @@ class Decoder:
         # The parts before and behind the layers, by compilation.
         self.around: dict[str, Sequence[Callable]] = {EAGER: (self.begin, self.end)}
         for kind, options in COMPILE_OPTIONS.items():
-            compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
             self.around[kind] = [compiled(part, options=options) for part in self.around[EAGER]]
 
     def read(self) -> None:
@@ -139,14 +138,14 @@ class Decoder:
         return logits
 
     def generate(self, step: Callable[[], Tensor]) -> Tensor:
-        """Restart and return the logits [steps, B, V] of all steps."""
+        """Restart and return the logits [B, steps, V] of all steps."""
         self.restart()
-        return torch.stack([step().clone() for _ in range(self.steps)])
+        return torch.stack([step().clone() for _ in range(self.steps)], 1)
 
-    def replay(self, step: Callable[[], object]) -> None:
-        """Restart and take all steps."""
+    def replay(self, step: Callable[[], object], steps: int | None = None) -> None:
+        """Restart and take all steps, or some."""
         self.restart()
-        for _ in range(self.steps):
+        for _ in range(steps or self.steps):
             step()
 
 
@@ -158,21 +157,15 @@ def measure_decode(
     model, decoder = subject.model, Decoder(subject.model, script, context)
     activity = imposed.activity_of(model, script, behind=context)
     decoder.read()
-    logits = decoder.generate(decoder.step)
+    decoder.replay(decoder.step)
     first = decoder.picked[:, context:].clone()
-    subject.observe(activity, len(script))
-    case = subject.case(script[:, :1], activity) | {"context": context, "steps": decoder.steps}
+    case = subject.observe(script[:, :1], activity)
+    case |= {"context": context, "steps": decoder.steps}
     title = f"{case['model']}  decoding {len(script)} x 1 behind {context} tokens"
     title += f"  {case['active']:.4g} active"
-    few = max(1, min(len(script), check.SAMPLE // script.shape[1]))
-    exact = exact_hidden_states(model, script[:few])[:, context:].transpose(0, 1)
-    exact = exact @ model.lm_head.weight.float().t()
-    judge = check.Judge("logits", title, exact, lambda result: result[:, :few])
-    judge.check(DENSE_EAGER.name, logits)
-
-    def once() -> None:
-        decoder.restart()
-        decoder.step()
+    head = model.lm_head.weight.float().t()
+    exact = lambda few: exact_hidden_states(model, few)[:, context:] @ head  # noqa: E731
+    once = functools.partial(decoder.replay, decoder.step, 1)
 
     def take(provider: Provider) -> tuple[Tensor, Run, dict]:
         decoder.restart()
@@ -185,7 +178,8 @@ def measure_decode(
         columns = {"same": round(same, 4), "mode": "graph" if subject.graphs else "stream"}
         return logits, functools.partial(decoder.replay, step), columns
 
-    rows = subject.measure(case, providers, once, judge, take, decoder.steps)
+    titles = "logits", title
+    rows = subject.measure(case, providers, titles, script, exact, once, take, decoder.steps)
     for row in rows:
         row["tokens_per_second"] = significant(1e3 * len(script) / row["p50"], 5)
     return rows

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from twell.measure import quantized, runner
-from twell.measure.check import BLOCK, Exact
-from twell.measure.patterns import PATTERNS, Weights, permuted, synthetic_layer
+from twell.measure import runner
+from twell.measure.check import BLOCK, Exact, Weights, exact_layer
+from twell.measure.imposed import PATTERNS, permuted, synthetic_layer
 from twell.measure.providers import (
     AUTO,
     COMPILED,
@@ -33,15 +34,17 @@ from twell.measure.providers import (
     Provider,
 )
 from twell.measure.rows import Rows, require, significant
-from twell.measure.runner import MODES, Call, Gpu, bench, repeat
+from twell.measure.runner import MODES, Call, Gpu, bench, compiled, repeat
 from twell.models.quantize import quantize_
 from twell.sparse import float8
 from twell.sparse.activations import RELU, Activation, get_activation
 from twell.sparse.calibration import EAGER, Calibration
+from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
 from twell.sparse.training import SparseTraining
 
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
 FORWARD_TOKENS, BACKWARD_TOKENS = (131_072, 16_384, 2048, 64, 16, 1), (65_536, 16_384)
 GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
@@ -88,17 +91,16 @@ def ffn(
     require(plain or not backward, "backward passes are timed of ReLU without biases")
     require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
-    rows = Rows(out, *(("training", "training_kernels") if backward else ("ffn", "kernels")))
+    rows = Rows(out, *kind.files)
     with torch.set_grad_enabled(backward):
         for num_tokens in tokens:
             how = mode or ("stream" if backward else default_mode(num_tokens))
             for name, mean in itertools.product(patterns, active):
-                given = {"active": mean, "pattern": PATTERNS[name], "device": gpu.device}
-                inputs = synthetic_layer(num_tokens, hidden_size, intermediate_size, **given)
-                case = kind(gpu, name, inputs, how, gated=gated, act=act, bias=bias)
-                case.auto = auto
+                shape = num_tokens, hidden_size, intermediate_size
+                options = {"mode": how, "gated": gated, "act": act, "bias": bias, "auto": auto}
+                case = kind.draw(gpu, shape, mean, name, **options)
                 case.measure(rows, kernels)
-                del case, inputs  # before the next ones are drawn
+                del case  # before the next one is drawn
                 torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
     return next(iter(rows.by_file.values()))
@@ -118,22 +120,55 @@ def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int)
     require(intermediate_size >= 1, unfit)
 
 
+class ByRow(Float8Linear):
+    """A product in FP8 with one scale a row, of an input that `read` has quantised."""
+
+    read = staticmethod(float8.quantize)
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return float8.linear(*x, *self.tensors)
+
+
+class ByTensor(ByRow):
+    """The same product with one scale a tensor."""
+
+    @staticmethod
+    def read(x: Tensor) -> tuple[Tensor, Tensor]:
+        amax = x.abs().amax().float().clamp(min=float8.SMALLEST)
+        values = (x.float() * (float8.LARGEST / amax)).clamp(-float8.LARGEST, float8.LARGEST)
+        return values.to(float8.FLOAT8), amax / float8.LARGEST
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        scales = {"scale_a": x[1], "scale_b": self.weight_scale}
+        options = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+        return torch._scaled_mm(x[0], self.weight.t(), **scales, **options)
+
+
 class DenseLayer(nn.Module):
     """The dense layer, a baseline: x [M, K] -> y [M, K] by nn.Linear projections, as in models.
 
-    The weights are w_gate and w_up [N, K] and w_down [K, N], which is stored as nn.Linear does.
+    precision: FP8 or FP8_TENSOR, of all three products; exact results have the same rounded
+    weights, so `relative_rms` does not show what rounding costs.
     """
 
-    def __init__(self, weights: Weights, bias: bool = False, act: Activation = RELU):
+    def __init__(
+        self,
+        weights: Weights,
+        bias: bool = False,
+        act: Activation = RELU,
+        precision: str | None = None,
+    ):
         super().__init__()
-        self.act, self.read = act, lambda x: x  # `read` quantises inputs, see quantized.py
-        w_gate, w_up, w_down = weights
-        stored = w_gate, w_up, w_down.contiguous()
-        self.gate_proj, self.up_proj, self.down_proj = (
-            None if w is None else nn.Linear(*w.shape[::-1], bias=False, device="meta")
-            for w in stored
-        )
-        give(self, stored, bias)
+        self.act, self.read = act, lambda x: x
+        give(self, (*weights[:2], weights[2].contiguous()), bias)
+        if precision is not None:
+            kind = {FP8: ByRow, FP8_TENSOR: ByTensor}[precision]
+            self.read = kind.read
+            for name in PROJECTIONS:
+                if (part := getattr(self, name)) is not None:
+                    rounded = kind(part.in_features, part.out_features, None, part.weight.device)
+                    rounded.weight, rounded.weight_scale = kind.read(part.weight)
+                    setattr(self, name, rounded)
 
     def hidden(self, x: Tensor) -> Tensor:
         x, act = self.read(x), self.act
@@ -151,78 +186,73 @@ class DenseLayer(nn.Module):
 
 
 def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
-    """Put weights, and biases of zeros, into a layer's projections."""
-    projections = layer.gate_proj, layer.up_proj, layer.down_proj
-    for part, weight in zip(projections, weights, strict=True):
-        if part is not None:
+    """Set a layer's projections to nn.Linear of these weights, and of biases of zeros."""
+    for name, weight in zip(PROJECTIONS, weights, strict=True):
+        part = None
+        if weight is not None:
+            part = nn.Linear(*weight.shape[::-1], bias=bias, device="meta").requires_grad_(False)
             part.weight = nn.Parameter(weight, requires_grad=False)
-            zeros = weight.new_zeros(len(weight)) if bias else None
-            part.bias = None if zeros is None else nn.Parameter(zeros, requires_grad=False)
+            if bias:
+                part.bias = nn.Parameter(weight.new_zeros(len(weight)), requires_grad=False)
+        setattr(layer, name, part)
 
 
-def compiled(function: Callable) -> Callable:
-    """Return the function by torch.compile, whole and for each shape anew."""
-    allow_recompiling()
-    return torch.compile(function, fullgraph=True, dynamic=False)
-
-
-def allow_recompiling() -> None:
-    """Let code be compiled for each provider, shape and path, and kept for all layers together."""
-    for limit in ("recompile_limit", "accumulated_recompile_limit"):
-        setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
-
-
+@dataclass
 class Case:
     """x, sets of weights with the same activity, the exact result and the columns, for `bench`.
 
     pattern: the column, to which another activation and biases (of zeros) are added. inputs: x,
-    w_gate, w_up and w_down (not gated: w_gate is w_up). Results are checked in the mode in which
-    they are timed. `allowed` is a relative RMS, where it is more than the tolerance. With `auto`
-    the sparse paths are left out.
+    w_gate, w_up and w_down (not gated: w_gate is w_up). auto: whether the sparse paths are left
+    out. calibration: of "auto" in bf16; None: the card's. Results are checked in the mode in which
+    they are timed. `allowed` is a relative RMS, where it is more than the tolerance.
     """
 
-    weight_sets, allowed, auto = WEIGHT_SETS, 0.0, False
-    calibration: Calibration | None = None  # of "auto" in bf16; None: the card's
+    gpu: Gpu
+    pattern: str
+    inputs: tuple[Tensor, ...]
+    mode: str = "stream"
+    gated: bool = True
+    act: Activation = RELU
+    bias: bool = False
+    auto: bool = False
+    calibration: Calibration | None = None
+    allowed: float = 0.0
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        pattern: str,
-        inputs: tuple[Tensor, ...],
-        mode: str = "stream",
-        *,
-        gated: bool = True,
-        act: Activation = RELU,
-        bias: bool = False,
-    ):
-        self.gpu, self.mode, self.act, self.bias = gpu, mode, act, bias
-        self.x, w_gate, w_up, w_down = inputs
-        weights = (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
-        self.exact = exact = Exact.of(self.x, weights, *self.gradients(), act=act)
+    files, turns, weight_sets = ("ffn", "kernels"), "layer", WEIGHT_SETS
+    gradients = ()  # that reach the layer; a forward pass has none
+
+    def __post_init__(self):
+        self.x, w_gate, w_up, w_down = self.inputs
+        weights = (w_gate, w_up, w_down) if self.gated else (None, w_gate, w_down)
+        self.exact = exact = Exact.of(self.x, weights, *self.gradients, act=self.act)
+        words = [self.pattern, *[self.act.name] * (self.act != RELU), *["biases"] * self.bias]
         self.columns = {
             "tokens": len(self.x),
             "hidden_size": self.x.shape[1],
             "intermediate_size": len(w_up),
-            "gated": gated,
+            "gated": self.gated,
             "dtype": str(self.x.dtype).removeprefix("torch."),
-            "pattern": " ".join([pattern, *[act.name] * (act != RELU), *["biases"] * bias]),
+            "pattern": " ".join(words),
             "active": round(float(exact.counts.double().mean()), 2),
             "active_max": int(exact.counts.max()),
             "union": round(float(exact.unions.double().mean()), 1),
-            "mode": mode,
+            "mode": self.mode,
+            "weight_sets": 1 if self.mode == "stream" else self.weight_sets,
         }
-        number = 1 if mode == "stream" else self.weight_sets
-        self.sets = [weights, *(permuted(weights, seed) for seed in range(1, number))]
-        self.made: dict[Provider, list] = {}  # layers by provider
-        self.calls: dict[Provider, list[runner.Run]] = {}
+        numbers = range(1, self.columns["weight_sets"])
+        self.sets = [weights, *(permuted(weights, seed) for seed in numbers)]
+
+    @classmethod
+    def draw(
+        cls, gpu: Gpu, shape: Sequence[int], active: float, pattern: str = "skewed", **options: Any
+    ) -> Self:
+        """Return a case of `synthetic_layer`; shape: M, K and N."""
+        given = {"active": active, "pattern": PATTERNS[pattern], "device": gpu.device}
+        return cls(gpu, pattern, synthetic_layer(*shape, **given), **options)
 
     def __str__(self) -> str:
         c = self.columns
         return f"{c['tokens']:>6} tokens  {c['pattern']:<8} {c['active']:>7} active"
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Return the gradients that reach the layer; a forward pass has none."""
-        return ()
 
     def paths(self) -> list[str]:
         """Return the paths of the kernels, dense first, without those that would take too long."""
@@ -242,22 +272,13 @@ class Case:
         in_fp8 = [replace(provider, precision=FP8) for provider in ours]
         return [DENSE_EAGER, DENSE_COMPILED, *dense, *ours, *in_fp8]
 
-    def layers(self, provider: Provider) -> list[nn.Module]:
-        """Return a provider's layers, one for each set of weights, not compiled.
-
-        Layers of "auto" know the case's activity. A dense provider with a path is a SparseFFN.
-        """
-        if provider.backend != "dense" or provider.path:
-            return [self._sparse(provider, weights) for weights in self.sets]
-        layers = [DenseLayer(weights, self.bias, self.act) for weights in self.sets]
-        for layer in layers if provider.in_fp8 else ():
-            quantized.round_weights(layer, provider.precision)
-        return layers
-
-    def _sparse(self, provider: Provider, weights: Weights) -> SparseFFN:
+    def layer(self, provider: Provider, weights: Weights) -> nn.Module:
+        """Return a provider's layer, not compiled. A dense provider with a path is a SparseFFN."""
+        if provider.backend == "dense" and not provider.path:
+            return DenseLayer(weights, self.bias, self.act, provider.precision)
         c = self.columns
-        options = {"activation": self.act.name, "bias": self.bias, "gated": c["gated"]}
-        options |= {"backend": provider.backend, "device": "meta"}
+        options = {"activation": self.act.name, "gated": self.gated, "device": "meta"}
+        options["backend"] = provider.backend
         layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
         give(layer, weights, self.bias)
         if provider.in_fp8:
@@ -268,35 +289,10 @@ class Case:
         layer.observe(c["active"], c["union"], min(c["tokens"], BLOCK))
         return layer.eval()
 
-    def exact_for(self, provider: Provider) -> tuple[Exact, float]:
-        """Return the exact result of a provider, and a limit above the tolerance or 0."""
-        if not provider.in_fp8:
-            return self.exact, self.allowed
-        if self.path(provider) != "dense":
-            return self._exact_in_fp8, self.allowed
-        # Our dense path too has its down projection in FP8.
-        kind = quantized.KINDS[provider.precision]
-        wide = [None if w is None else kind(w.contiguous()).wide() for w in self.sets[0]]
-        exact = Exact.of(float8.wide(*kind.read(self.x)), wide, fp8=True)
-        return exact, max(exact.fp8_limit, self.allowed)
-
-    @cached_property
-    def _exact_in_fp8(self) -> Exact:
-        """The result of x, gate and up by rows in FP8, and of down as it is."""
-        gate, up, down = self.sets[0]
-        x, gate, up = (
-            None if tensor is None else float8.wide(*float8.quantize(tensor.contiguous()))
-            for tensor in (self.x, gate, up)
-        )
-        return Exact.of(x, (gate, up, down), fp8=True)
-
     def prepare(self, provider: Provider) -> Call:
-        mode, layers = self.mode, self.layers(provider)
-        self.made[provider] = layers
-        ours = provider not in (DENSE_EAGER, DENSE_COMPILED)
-        if provider.compiled or (mode == "compiled" and ours):
-            layers = [compiled(layer) for layer in layers]
-        calls = self.calls[provider] = [partial(layer, self.x) for layer in layers]
+        mode, layers = self.mode, [self.layer(provider, weights) for weights in self.sets]
+        by_compiling = provider.compiled or (mode == "compiled" and provider != DENSE_EAGER)
+        calls = [partial(compiled(one) if by_compiling else one, self.x) for one in layers]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
         elif mode == "graph":
@@ -304,44 +300,42 @@ class Case:
             run()
         else:
             run, outputs = partial(repeat, calls, 1), [call() for call in calls]
-        exact, limit = self.exact_for(provider)
+        path = provider.path or "dense"
+        if provider.backend == "auto":  # it plans for this card in its first call
+            path = layers[0].chooser.path(len(self.x), EAGER if mode == "stream" else mode)
+        exact, limit = self.exact, self.allowed
+        if provider.in_fp8:
+            exact, limit = exact_layer(layers[0], self.x, path)
+            limit = max(limit, self.allowed) if path == "dense" else self.allowed
         error = max(exact.check(y, f"{provider} at {self}", limit) for y in outputs)
-        columns = {"relative_rms": significant(error, 3)}
-        return Call(run, columns, len(outputs), flush=mode == "stream")
-
-    def path(self, provider: Provider) -> str:
-        """Return the path that a provider takes. "auto" plans for this card in its first call."""
-        if provider.backend != "auto":
-            return provider.path or "dense"
-        situation = EAGER if self.mode == "stream" else self.mode
-        return self.made[provider][0].chooser.path(len(self.x), situation)
+        columns = {"path": path, "relative_rms": significant(error, 3)}
+        profiled = provider == DENSE_KERNELS or provider.sparse_path
+        parts = calls if profiled else ()
+        return Call(run, columns, len(outputs), flush=mode == "stream", parts=parts)
 
     def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of ffn.csv and kernels.csv."""
+        """Add the rows of a layer, and with `kernels` those of each kernel."""
         results, parts = [], []
-        for provider, columns in bench(self, self.providers()).items():
-            row = self.columns | {"weight_sets": len(self.sets), "provider": provider.name}
-            row |= columns | {"path": self.path(provider)}
-            results.append(row)
-            if kernels and (provider == DENSE_KERNELS or provider.sparse_path):
-                parts += [row | one for one in runner.kernel_rows(self.gpu, self.calls[provider])]
-        rows.add("ffn", results)
-        rows.add("kernels", parts)
+        for provider, call in bench(self.gpu, self.prepare, self.providers(), self.turns).items():
+            results.append(self.columns | {"provider": provider.name} | call.columns)
+            if kernels and call.parts:
+                of_kernels = runner.kernel_rows(self.gpu, call.parts)
+                parts += [results[-1] | one for one in of_kernels]
+        for file, several in zip(self.files, (results, parts), strict=True):
+            rows.add(file, several)
 
 
 # --- training ---------------------------------------------------------------------------------
 
 
 class TrainingCase(Case):
-    """A layer's pass forward and backward.
+    """A pass forward and backward. In the mode "eager", "triton" is by the path "union"."""
 
-    In the mode "eager", "triton" is the layer by the path "union".
-    """
+    files, turns, weight_sets = ("training", "training_kernels"), "step", 1
 
-    weight_sets = 1
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Return dy [M, K] and dl1 [M], which reach the layer."""
+    @cached_property
+    def gradients(self) -> tuple[Tensor, Tensor]:
+        """dy [M, K] and dl1 [M], which reach the layer."""
         x, g = self.x, torch.Generator(self.x.device).manual_seed(1)
         dy = DY * torch.randn(x.shape, generator=g, device=x.device)
         return dy.to(x.dtype), torch.full(x.shape[:1], DL1, device=x.device)
@@ -351,66 +345,49 @@ class TrainingCase(Case):
         return [DENSE_EAGER, DENSE_COMPILED, *sparse]
 
     def prepare(self, provider: Provider) -> Call:
+        columns: dict = {"path": "dense", "capacity": None}
         if provider.backend == "triton":
-            step = sparse_step(self, provider.path or UNION.path)
+            layer = self.layer(TRITON, self.sets[0])
+            step = Step(layer.train(), partial(with_l1, layer), self)
+            sparse = SparseTraining(layer, path=provider.path or UNION.path)
+            for _ in sparse.attempts():  # to find the capacity
+                step()
+            step.attempts = sparse.attempts()  # stays open: the layer is dense after its end
+            next(step.attempts)
+            columns = {"path": layer.train_path or "dense", "capacity": layer.capacity}
         else:
-            (layer,) = self.layers(DENSE_EAGER)
+            layer = DenseLayer(self.sets[0])
             function = compiled(layer.with_l1) if provider.compiled else layer.with_l1
-            step = Step(layer, function, self.x, self.gradients())
-        self.made[provider] = [step]
-        worst, error = self.exact.check_step(step.tensors(), f"{provider} at {self}")
-        columns = {"worst": worst, "relative_rms": significant(error, 3)}
-        return Call(step, columns, flush=self.mode == "stream")
+            step = Step(layer, function, self)
+        worst, error = self.exact.check_step(step(), f"{provider} at {self}")
+        columns |= {"worst": worst, "relative_rms": significant(error, 3)} | step.memory(self.gpu)
+        return Call(step, columns, flush=self.mode == "stream", parts=[step])
 
-    def measure(self, rows: Rows, kernels: bool) -> None:
-        """Add the rows of training.csv and training_kernels.csv."""
-        for provider, columns in bench(self, self.providers(), "step").items():
-            (step,) = self.made.pop(provider)
-            row = self.columns | columns | step.memory(self.gpu)
-            row |= {"provider": provider.name, "path": step.path, "capacity": step.capacity}
-            rows.add("training", [row])
-            if kernels:
-                parts = runner.kernel_rows(self.gpu, [step])
-                rows.add("training_kernels", [row | kernel for kernel in parts])
+
+def with_l1(layer: SparseFFN, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y, and the L1 term [M]."""
+    with Collector([layer]) as collector:
+        y = layer(x)
+    return y, collector.terms[0][1]
 
 
 class Step:
-    """A layer's pass forward and backward.
+    """A layer's pass forward and backward, by a function of x that returns y and l1."""
 
-    function: calls the layer with x; returns y and l1. path, capacity: the sparse path and its
-    entries per token.
-    """
+    def __init__(self, layer: nn.Module, function: Callable, case: TrainingCase):
+        self.function, self.gradients = function, case.gradients
+        self.leaves = {"x": case.x.detach().requires_grad_()}
+        for name in PROJECTIONS:
+            if (part := getattr(layer, name)) is not None:
+                self.leaves[f"w_{name.removesuffix('_proj')}"] = part.weight.requires_grad_()
 
-    path: str = "dense"
-    capacity: int | None = None
-
-    def __init__(
-        self, layer: nn.Module, function: Callable, x: Tensor, gradients: tuple[Tensor, ...]
-    ):
-        self.function, self.gradients = function, gradients
-        self.leaves = {"x": x.detach().requires_grad_()}
-        for name in ("gate", "up", "down"):
-            if (part := getattr(layer, f"{name}_proj")) is not None:
-                self.leaves[f"w_{name}"] = part.weight.requires_grad_()
-
-    def clear(self) -> None:
-        for leaf in self.leaves.values():
-            leaf.grad = None
-
-    def __call__(self, between: Callable = lambda y, l1: None) -> tuple[Tensor, Tensor]:
-        """Take the step; call `between` with its results between the passes."""
-        self.clear()
-        outputs = self.function(self.leaves["x"])
-        between(*outputs)
-        torch.autograd.backward(outputs, self.gradients)
-        return outputs
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the results of a step, named as in Exact."""
-        y, l1 = self()
-        gradients = {f"d{name}": leaf.grad for name, leaf in self.leaves.items()}
-        self.clear()
-        return {"y": y.detach(), "l1": l1.detach()} | gradients
+    def __call__(self, between: Callable = lambda y, l1: None) -> dict[str, Tensor]:
+        """Return the results, named as in Exact; call `between` between the passes."""
+        outputs = y, l1 = self.function(self.leaves["x"])
+        between(y, l1)
+        gradients = torch.autograd.grad(outputs, list(self.leaves.values()), self.gradients)
+        names = (f"d{name}" for name in self.leaves)
+        return {"y": y.detach(), "l1": l1.detach()} | dict(zip(names, gradients, strict=True))
 
     def memory(self, gpu: Gpu) -> dict[str, int]:
         """Return the bytes held between the passes, and the most that a step allocates.
@@ -418,33 +395,10 @@ class Step:
         held: x, and the allocations that the forward pass keeps without y and l1, which go on to
         the next layer. x counts although the caller holds it here: in a model the layer keeps it.
         """
-        self.clear()
         held = []
 
         def between(y: Tensor, l1: Tensor) -> None:
             held.append(gpu.allocated() - y.nbytes - l1.nbytes)
 
         before, most = gpu.peak(partial(self, between))
-        self.clear()
         return {"held": held[0] - before + self.leaves["x"].nbytes, "peak": most - before}
-
-
-def sparse_step(case: Case, path: str) -> Step:
-    """Return the step of a SparseFFN as it is within `SparseTraining.attempts`."""
-    (layer,) = case.layers(TRITON)
-    layer.train()
-
-    def function(x: Tensor) -> tuple[Tensor, Tensor]:
-        with Collector([layer]) as collector:
-            y = layer(x)
-        return y, collector.terms[0][1]
-
-    step = Step(layer, function, case.x, case.gradients())
-    sparse = SparseTraining(layer, path=path)
-    for _ in sparse.attempts():  # to find the capacity
-        step()
-    step.clear()
-    step.attempts = sparse.attempts()  # stays open: the layer is dense after its end
-    next(step.attempts)
-    step.path, step.capacity = layer.train_path or "dense", layer.capacity
-    return step

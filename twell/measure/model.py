@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from twell.measure import check, imposed, runner
 from twell.measure.decode import GENERATION, joined_projections, measure_decode
+from twell.measure.imposed import layer_means
 from twell.measure.layer import GRAPH_TOKENS, Case
-from twell.measure.patterns import layer_means
 from twell.measure.providers import (
     AUTO,
     DENSE_COMPILED,
@@ -41,7 +41,6 @@ FILES = "model", "model_layers", "decode"
 TIMES = "dense", "sparse", "auto", "auto_path", "relative_rms"  # of layers alone
 ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
-Draw = Callable[..., Tensor]
 
 
 @torch.no_grad()
@@ -68,9 +67,9 @@ def language_model(
     """Time a language model in bf16: `twell measure model`, whose help explains the options.
 
     size: a configuration, with random weights; or checkpoint: a name, the model in bf16 and the
-    tokens of a text. ordered: similar tokens side by side. shapes: batches (sequences, tokens of each). Layers alone, and with `alike`
-    the activity to impose, are of the first one. active: means, each imposed in turn. decode:
-    numbers of documents to continue by GENERATION tokens.
+    tokens of a text. ordered: similar tokens side by side. shapes: batches (sequences, tokens of
+    each). Layers alone, and with `alike` the activity to impose, are of the first one. active:
+    means, each imposed in turn. decode: numbers of documents to continue by GENERATION tokens.
 
     Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
@@ -82,38 +81,40 @@ def language_model(
     reason = float8.why_not(gpu.device) if fp8 else None
     require(reason is None, f"FP8 cannot be measured here: {reason}")
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
-    longest = max(lengths, default=1)
+    longest, text, levels = max(lengths, default=1), None, [None]
     if checkpoint is None:
-        means = active or [imposed.mean_of(size, None)]
         model, config = random_model(size, overrides, longest, gpu.device)
-        levels = [layer_means(profile, config.num_layers, mean) for mean in means]
-        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
+        means = functools.partial(layer_means, profile, config.num_layers, size=size)
+        levels = [means(mean) for mean in active or [None]]
     else:
-        (size, model, text), profile, levels = checkpoint, "checkpoint", [None]
+        size, model, text = checkpoint
         check_model(size, model.config, longest)
-        draw = functools.partial(batch_of, torch.as_tensor(text, device=gpu.device))
         model = model.to(gpu.device).requires_grad_(False).eval()
+        profile = ORDERED if ordered else "checkpoint"
         if ordered:
-            profile = ORDERED
             order_tokens(model)
     subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
     providers = model_providers(compiled, precisions=in_passes)
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
-    def measure(draw: Draw, means: Sequence[float] | None) -> list[dict]:
+    def measure(means: Sequence[float] | None) -> list[dict]:
         """Add the rows of one activity; return each layer's activity on the first batch."""
         of_first: list[dict] = []
         subject.become(DENSE_EAGER)
-        if means is not None:
-            imposed.impose(model, means, draw(64, min(128, longest), seed=1))
+        if means is None:
+            draw = functools.partial(batch_of, torch.as_tensor(text, device=gpu.device))
+        else:
+            imposed.impose(model, means)
             subject.take_weights()
+            vocab_size = model.config.vocab_size
+            draw = functools.partial(imposed.draw_tokens, vocab_size, device=gpu.device)
         for shape in shapes:
             ids = draw(*shape)
-            passes, activity = measure_forward(subject, ids, providers)
+            passes, case, activity = measure_forward(subject, ids, providers)
             rows.add("model", passes)
-            times = measure_layers(subject, ids) if layers and not of_first else None
-            rows.add("model_layers", layer_rows(subject.case(ids, activity), activity, times))
+            timed = layers and not of_first
+            rows.add("model_layers", layer_rows(subject, ids, case, activity, timed))
             of_first = of_first or activity
             torch.cuda.empty_cache()
         for batch in decode:
@@ -124,14 +125,12 @@ def language_model(
         return of_first
 
     with captured_by_hand() if graphs else nullcontext():
-        activity = [measure(draw, means) for means in levels]
+        activity = [measure(means) for means in levels]
         if alike:
             subject.become(DENSE_EAGER)
             imposed.draw_weights(model)
             subject.columns["profile"] = "imposed"
-            vocab_size = model.config.vocab_size
-            draw = functools.partial(imposed.draw_tokens, vocab_size, device=gpu.device)
-            measure(draw, [layer["mean"] for layer in activity[0]])
+            measure([layer["mean"] for layer in activity[0]])
     return rows.by_file
 
 
@@ -144,19 +143,16 @@ def batch_of(tokens: Tensor, batch: int, context: int) -> Tensor:
 
 def measure_forward(
     subject: Subject, ids: Tensor, providers: Sequence[Provider]
-) -> tuple[list[dict], list[dict]]:
-    """Return rows of model.csv for a batch [B, S], and the activity of each layer."""
+) -> tuple[list[dict], dict, list[dict]]:
+    """Return rows of model.csv for a batch [B, S], its columns, and each layer's activity."""
     subject.become(DENSE_EAGER)
     model, gpu, tokens = subject.model, subject.gpu, ids.numel()
     activity = imposed.activity_of(model, ids)
-    subject.observe(activity, tokens)
-    case = subject.case(ids, activity)
+    case = subject.observe(ids, activity)
     title = f"{case['model']}  {len(ids)} x {ids.shape[1]} tokens  {case['active']:.4g} active"
     once = functools.partial(forward, model, ids)
     in_graph = subject.graphs and tokens <= GRAPH_TOKENS
-    few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
-    exact = exact_hidden_states(model, ids[:few])
-    judge = check.Judge("hidden states", title, exact, lambda hidden: hidden[:few])
+    exact = functools.partial(exact_hidden_states, model)
 
     def take(_: Provider) -> tuple[Tensor, runner.Run, dict]:
         run, (hidden, _) = once, once()
@@ -169,41 +165,41 @@ def measure_forward(
         peak = weights + most - before
         return hidden, run, {"peak": peak, "mode": "graph" if in_graph else "stream"}
 
-    rows = subject.measure(case, providers, once, judge, take)
+    rows = subject.measure(case, providers, ("hidden states", title), ids, exact, once, take)
     for row in rows:
         row["tokens_per_ms"] = significant(tokens / row["p50"], 5)
-    return rows, activity
+    return rows, case, activity
 
 
-def measure_layers(subject: Subject, ids: Tensor) -> list[dict]:
-    """Return times in ms of each feed-forward layer alone, on its input in a dense pass."""
+def layer_rows(
+    subject: Subject, ids: Tensor, case: dict, activity: Sequence[dict], timed: bool
+) -> list[dict]:
+    """Return rows of model_layers.csv; timed: with each layer alone, on its input in a dense pass.
+
+    Otherwise the cells of times are empty.
+    """
     from twell.sparse import ops
 
-    subject.become(DENSE_EAGER)
-    rows = []
-
-    def visit(index: int, ffn: SparseFFN, x: Tensor) -> None:
-        inputs = x.flatten(0, -2), ffn.first.weight, ffn.up_proj.weight, subject.by_neuron[index]
-        case = Case(subject.gpu, f"layer {index}", inputs, gated=ffn.gated)
-        case.allowed = check.allowed(case.exact, case.x, case.sets[0])
-        case.calibration = subject.calibrations[index]
-        sparse = Provider("triton", ops.choose(len(case.x)))
-        names = {"dense": DENSE_COMPILED, "sparse": sparse, "auto": AUTO}
-        columns = bench(case, names.values())
-        row = {name: columns[provider]["p50"] for name, provider in names.items()}
-        row |= {"auto_path": case.path(AUTO), "relative_rms": columns[sparse]["relative_rms"]}
-        rows.append(row)
-
-    with imposed.before_ffn(subject.model, visit):
-        forward(subject.model, ids)
-    return rows
-
-
-def layer_rows(case: dict, activity: Sequence[dict], times: Sequence[dict] | None) -> list[dict]:
-    """Return rows of model_layers.csv; without `times` these cells are empty."""
     rows = []
     for index, layer in enumerate(activity):
         row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
         row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
-        rows.append(row | (times[index] if times else dict.fromkeys(TIMES)))
+        rows.append(row | dict.fromkeys(TIMES))
+
+    def visit(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
+        x, weights = inputs[0].flatten(0, -2), (ffn.first.weight, ffn.up_proj.weight)
+        options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
+        inputs = x, *weights, subject.by_neuron[index]
+        case = Case(subject.gpu, f"layer {index}", inputs, **options)
+        case.allowed = check.allowed(case.exact, case.x, case.sets[0])
+        sparse = Provider("triton", ops.choose(len(case.x)))
+        calls = bench(subject.gpu, case.prepare, [DENSE_COMPILED, sparse, AUTO])
+        dense, by_path, auto = (call.columns for call in calls.values())
+        rows[index] |= {"dense": dense["p50"], "sparse": by_path["p50"], "auto": auto["p50"]}
+        rows[index] |= {"auto_path": auto["path"], "relative_rms": by_path["relative_rms"]}
+
+    if timed:
+        subject.become(DENSE_EAGER)
+        with check.hooked(subject.model.ffns, visit, before=True):
+            forward(subject.model, ids)
     return rows

@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from twell.measure.providers import DENSE_EAGER, FP8, FP8_ALL, Provider
-from twell.measure.quantized import Linears
 from twell.measure.rows import Rows, require, significant
-from twell.measure.sides import check_model
+from twell.measure.sides import Linears, check_model
 from twell.models.llama import SparseLlamaForCausalLM, check_llama
 from twell.models.quantize import num_weights
 from twell.sparse import float8

@@ -10,6 +10,7 @@ modes call several layers in turn, so weights come from memory as in a model of 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import re
@@ -59,11 +60,11 @@ TURNS = {
 
 @dataclass
 class Call:
-    """A checked call of one provider, and how to time it.
+    """A checked call of one provider, how to time it, and its times.
 
     run: the function to time. columns: the provider's columns, such as its error. per_run: the
     calls that a run makes, such as layers of a graph. flush: empty the cache before each run.
-    enter: switches a shared model to this provider.
+    enter: switches a shared model to this provider. parts: the calls whose kernels are profiled.
     """
 
     run: Run
@@ -71,67 +72,72 @@ class Call:
     per_run: int = 1
     flush: bool = False
     enter: Run = lambda: None
+    parts: Sequence[Run] = ()
+    times: list[np.ndarray] = field(default_factory=list)  # ms of runs, by turn
+    metered: list[tuple[int, float, float]] = field(default_factory=list)  # runs, mJ and seconds
 
 
-def bench(case: Any, providers: Iterable[Hashable], turns: str = "layer") -> dict[Any, dict]:
-    """Check every provider, then time all in turns; return the columns by provider.
+def bench(
+    gpu: Gpu,
+    prepare: Callable[[Any], Call],
+    providers: Iterable[Hashable],
+    turns: str = "layer",
+) -> dict[Any, Call]:
+    """Check every provider, then time all in turns; return their calls.
 
-    case: has a `gpu`; its `prepare(provider)` returns a Call, or raises ArithmeticError for a wrong
-    result. Nothing is timed before all results were found correct. turns: a name of TURNS.
+    prepare: takes a provider and returns its Call, or raises ArithmeticError for a wrong result.
+    Nothing is timed before all results were found correct. turns: a name of TURNS.
 
-    The columns are the check's; p20, p50 and p80 of ms a call; with a meter also energy (mJ a call,
-    idle power included) and watts. The order of a round is random, with a fixed seed: under a power
-    limit, a call that always followed the hottest one would look slow.
+    The columns of a call become the check's; p20, p50 and p80 of ms a call; with a meter also
+    energy (mJ a call, idle power included) and watts. The order of a round is random, with a fixed
+    seed: under a power limit, a call that always followed the hottest one would look slow.
     """
     how = TURNS[turns]
-    timers = {key: _Timer(case.gpu, case.prepare(key), how) for key in providers}
+    calls = {provider: prepare(provider) for provider in providers}
     draws = random.Random(0)
     for _ in range(how.rounds):
-        for key in draws.sample(list(timers), len(timers)):
-            timers[key].turn()
-    return {key: timer.columns() for key, timer in timers.items()}
+        for provider in draws.sample(list(calls), len(calls)):
+            _take_turn(gpu, calls[provider], how)
+    for call in calls.values():
+        times = np.concatenate(call.times)
+        values = (significant(t, 4) for t in np.quantile(times, (0.2, 0.5, 0.8)) / call.per_run)
+        call.columns |= zip(("p20", "p50", "p80"), values, strict=True)
+        if gpu.meter is not None:
+            call.columns |= _energy(gpu, call, how, float(np.median(times)))
+    return calls
 
 
-class _Timer:
-    """Times one call in turns, and counts its energy: over the same turns where they are long."""
+def _take_turn(gpu: Gpu, call: Call, turns: Turns) -> None:
+    call.enter()
+    run, ms = call.run, turns.ms
+    if ms is None:
+        call.times.append(np.array([run()]))
+    elif call.flush:
+        call.times.append(gpu.flushed_times(run, ms))
+    else:
+        known = call.times[-1] if call.times else gpu.replay_times(run, 2)
+        one = float(known.mean())
+        repeat([run], min(math.ceil(turns.settle / one), 1000))
+        number = min(max(round(ms / one), 2), 1000)
+        times, *used = gpu.metered(lambda: gpu.replay_times(run, number))
+        call.times.append(times)
+        call.metered.append((number + LEAD, *used))
 
-    def __init__(self, gpu: Gpu, call: Call, turns: Turns):
-        self.gpu, self.call, self.turns = gpu, call, turns
-        self.times: list[np.ndarray] = []
-        self.trial = 0.0  # ms
-        self.counted: list[tuple[int, float, float]] = []  # runs, mJ and seconds
 
-    def turn(self) -> None:
-        self.call.enter()
-        run, ms = self.call.run, self.turns.ms
-        if ms is None:
-            self.times.append(np.array([run()]))
-            return
-        if self.call.flush:
-            self.times.append(self.gpu.flushed_times(run, ms))
-            return
-        self.trial = self.trial or float(self.gpu.replay_times(run, 2).mean())
-        repeat([run], min(math.ceil(self.turns.settle / self.trial), 1000))
-        number = min(max(round(ms / self.trial), 2), 1000)
-        times, *used = self.gpu.metered(lambda: self.gpu.replay_times(run, number))
-        self.times.append(times)
-        self.counted.append((number + LEAD, *used))
+def _energy(gpu: Gpu, call: Call, turns: Turns, ms: float) -> dict[str, float]:
+    """Return the columns energy and watts; runs of a median of `ms`.
 
-    def columns(self) -> dict:
-        times, per_run = np.concatenate(self.times), self.call.per_run
-        columns = self.call.columns | quantiles(times / per_run)
-        if self.gpu.meter is None:
-            return columns
-        if self.call.flush or self.turns.ms < ENERGY_MS / 2:
-            self.call.enter()
-            ms = float(np.median(times))
-            repeat([self.call.run], math.ceil(SETTLE_MS / ms))
-            number = math.ceil(ENERGY_MS / ms)
-            _, *used = self.gpu.metered(lambda: repeat([self.call.run], number))
-            self.counted = [(number, *used)]
-        runs, used, seconds = np.sum(self.counted, axis=0)
-        watts = round(float(used / 1e3 / seconds), 1)
-        return columns | {"energy": significant(used / runs / per_run, 5), "watts": watts}
+    Long turns were metered while they were timed, so that both are of the same clocks.
+    """
+    if call.flush or turns.ms < ENERGY_MS / 2:
+        call.enter()
+        repeat([call.run], math.ceil(SETTLE_MS / ms))
+        number = math.ceil(ENERGY_MS / ms)
+        _, *used = gpu.metered(lambda: repeat([call.run], number))
+        call.metered = [(number, *used)]
+    runs, used, seconds = np.sum(call.metered, axis=0)
+    energy = significant(used / runs / call.per_run, 5)
+    return {"energy": energy, "watts": round(float(used / 1e3 / seconds), 1)}
 
 
 def repeat(calls: Sequence[Run], rounds: int) -> None:
@@ -140,16 +146,16 @@ def repeat(calls: Sequence[Run], rounds: int) -> None:
             call()
 
 
-def quantiles(times: np.ndarray) -> dict[str, float]:
-    """Return the columns p20, p50 and p80."""
-    values = (significant(value, 4) for value in np.quantile(times, [0.2, 0.5, 0.8]))
-    return dict(zip(("p20", "p50", "p80"), values, strict=True))
+def compiled(function: Callable, **options: Any) -> Callable:
+    """Return the function by torch.compile, whole and for each shape anew."""
+    return torch.compile(function, fullgraph=True, dynamic=False, **options)
 
 
 class Gpu:
     """The clocks and counters of the GPU in use. Raises RuntimeError without one.
 
-    energy: also its energy counter, `meter`. Without a counter the reason is printed.
+    energy: also its energy counter in mJ, `meter`, by the package nvidia-ml-py. Without a counter
+    the reason is printed.
     """
 
     device = torch.device("cuda")
@@ -157,9 +163,21 @@ class Gpu:
     def __init__(self, energy: bool = False):
         if not torch.cuda.is_available():
             raise RuntimeError("measuring needs a GPU, and torch sees none")
+        # Code is compiled for each provider, shape and path, and kept for all layers together.
+        for limit in ("recompile_limit", "accumulated_recompile_limit"):
+            setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), 256))
         self.meter: Callable[[], int] | None = None
         try:
-            self.meter = energy_meter() if energy else None
+            if energy:
+                import pynvml
+
+                pynvml.nvmlInit()
+                # NVML numbers all GPUs, torch only the visible ones.
+                uuid = f"GPU-{torch.cuda.get_device_properties().uuid}"
+                handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+                meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+                meter()
+                self.meter = meter
         except Exception as error:  # no package, or an error of NVML
             print(f"energy is not measured: {error}", flush=True)
 
@@ -179,8 +197,7 @@ class Gpu:
             run()
         events[-1].record()
         events[-1].synchronize()
-        pairs = zip(events, events[1:], strict=False)
-        return np.array([start.elapsed_time(end) for start, end in pairs])
+        return np.array([start.elapsed_time(end) for start, end in itertools.pairwise(events)])
 
     def capture(self, calls: Sequence[Run]) -> tuple[Run, list]:
         """Return the replay of a graph of all calls, and the outputs that a replay writes."""
@@ -196,12 +213,13 @@ class Gpu:
 
     def metered(self, run: Run) -> tuple[Any, float, float]:
         """Return a run's result, the mJ that it used (without a meter 0), and its seconds."""
+        meter = self.meter or (lambda: 0)
         torch.cuda.synchronize()
-        before, start = (self.meter() if self.meter else 0), time.perf_counter()
+        before, start = meter(), time.perf_counter()
         result = run()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        return result, (self.meter() if self.meter else 0) - before, seconds
+        return result, meter() - before, seconds
 
     def allocated(self) -> int:
         return torch.cuda.memory_allocated()
@@ -231,26 +249,14 @@ class Gpu:
         ]
 
 
-def energy_meter() -> Callable[[], int]:
-    """Return the reader of the GPU's energy counter in mJ, by the package nvidia-ml-py."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    # NVML numbers all GPUs, torch only the visible ones.
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-    meter = functools.partial(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
-    meter()
-    return meter
-
-
 def kernel_name(name: str) -> str:
     """Return a GPU kernel's short name: "cublas matmul", "elementwise", "copy", or its own."""
     if re.search(r"nvjet|gemm|gemv|cutlass|cublas|splitK", name):
         return "cublas matmul"
-    if re.match(r"Memcpy|Memset", name):
-        return "copy"
     if re.search(r"^triton_|elementwise|at::native", name):
         return "elementwise"
+    if re.match(r"Memcpy|Memset", name):
+        return "copy"
     return re.split(r"[(<]", name.removeprefix("void "))[0]
 
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -22,32 +21,29 @@ from transformers import AutoModelForCausalLM
 
 from twell.config import TrainConfig
 from twell.measure import check, imposed
-from twell.measure.layer import allow_recompiling, check_sizes
-from twell.measure.providers import COMPILED, EAGER, TUNED, Provider
-from twell.measure.quantized import Linears
+from twell.measure.check import TOLERANCE
+from twell.measure.layer import PROJECTIONS, check_sizes
+from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
+from twell.models.quantize import QUANTIZED
 from twell.sparse import calibration as plan
+from twell.sparse.float8 import Float8Linear
 
+ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
 
 
-def compile_layers(
-    model: SparseLlamaForCausalLM, compilation: str, around: Callable | None = None
-) -> None:
+def compile_layers(model: SparseLlamaForCausalLM, compilation: str) -> None:
     """Compile a model's decoder layers and last norm, or undo it where `compilation` is EAGER.
 
-    around: calls the compiled module, its first argument. torch keeps the compiled code, so nothing
-    is compiled twice.
+    torch keeps the compiled code, so nothing is compiled twice.
     """
     for module in (*model.model.layers, model.model.norm):
         module._compiled_call_impl = None  # torch has no public way to undo nn.Module.compile
         if compilation != EAGER:
             module.compile(fullgraph=True, dynamic=False, options=COMPILE_OPTIONS[compilation])
-            if around is not None:
-                call = functools.partial(around, module._compiled_call_impl)
-                module._compiled_call_impl = call
 
 
 def embed(model: SparseLlamaForCausalLM, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -78,6 +74,36 @@ def exact_hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
     return forward(wide, ids)[0]
 
 
+class Linears:
+    """The linear layers of a model in bf16, some of them in FP8 as a provider wants.
+
+    A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
+    of attention are in FP8 too.
+    """
+
+    def __init__(self, model: SparseLlamaForCausalLM):
+        if any(ffn.quantized for ffn in model.ffns):
+            raise ValueError("the model has FP8 weights already; take the one in bf16")
+        self.parts = [
+            (module, name, part)
+            for layer in model.model.layers
+            for module, names in ((layer.mlp, PROJECTIONS), (layer.self_attn, ATTENTION))
+            for name in names
+            if (part := getattr(module, name)) is not None
+        ]
+        self.in_fp8: tuple[str, ...] = ()
+        self.quantized = functools.cache(Float8Linear.of)  # of the weights they had first
+
+    def become(self, provider: Provider) -> None:
+        names = PROJECTIONS if provider.backend == "dense" else QUANTIZED
+        names = names if provider.in_fp8 else ()
+        names += ATTENTION if provider.precision == FP8_ALL else ()
+        before, self.in_fp8 = self.in_fp8, names
+        for module, name, part in self.parts:
+            if (name in names) != (name in before):  # others may be joined, see decode.py
+                setattr(module, name, self.quantized(part) if name in names else part)
+
+
 class Subject:
     """A model that computes by one provider and then by another, with the columns of its rows.
 
@@ -87,18 +113,12 @@ class Subject:
     """
 
     def __init__(
-        self,
-        name: str,
-        model: SparseLlamaForCausalLM,
-        profile: str,
-        gpu: Gpu,
-        graphs: bool = True,
+        self, name: str, model: SparseLlamaForCausalLM, profile: str, gpu: Gpu, graphs: bool = True
     ):
         self.model, self.gpu, self.graphs = model, gpu, graphs
         self.columns = model_columns(name, model, profile)
         self.calibrations = [ffn.calibration for ffn in model.ffns]  # of layers in bf16
         self.take_weights()
-        allow_recompiling()
 
     def take_weights(self) -> None:
         """Copy the present down projections in both layouts; called in bf16."""
@@ -120,10 +140,22 @@ class Subject:
                 ffn.calibration = None if provider.in_fp8 else calibration
         self.model.set_ffn_backend(provider.backend)
 
-    def observe(self, activity: Sequence[dict], tokens: int) -> None:
-        """Give "auto" each layer's activity, in unions of `tokens` tokens, at most BLOCK."""
+    def observe(self, ids: Tensor, activity: Sequence[dict]) -> dict:
+        """Give "auto" each layer's activity on a batch [B, S]; return the columns of the batch.
+
+        They are means over layers, and the most active neurons of a token.
+        """
+        tokens = ids.numel()
         for ffn, layer in zip(self.model.ffns, activity, strict=True):
             ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
+        return self.columns | {
+            "batch": ids.shape[0],
+            "context": ids.shape[1],
+            "tokens": tokens,
+            "active": round(fmean(layer["mean"] for layer in activity), 2),
+            "active_max": int(max(layer["max"] for layer in activity)),
+            "union": round(fmean(layer["union"] for layer in activity), 1),
+        }
 
     def paths(self, provider: Provider, tokens: int) -> str:
         """Return the number of layers by the path that computes `tokens` tokens: "union 38"."""
@@ -136,54 +168,62 @@ class Subject:
         paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
-    def case(self, ids: Tensor, activity: Sequence[dict]) -> dict:
-        """Return a case's columns: means over layers, and the most active neurons of a token."""
-        return self.columns | {
-            "batch": ids.shape[0],
-            "context": ids.shape[1],
-            "tokens": ids.numel(),
-            "active": round(fmean(layer["mean"] for layer in activity), 2),
-            "active_max": int(max(layer["max"] for layer in activity)),
-            "union": round(fmean(layer["union"] for layer in activity), 1),
-        }
+    def check_layers(self, provider: Provider, once: Run, title: str) -> float:
+        """Compare each layer of the pass `once` by a provider with fp64; return the worst error."""
+        self.become(provider)
+        what = f"{provider.backend} {provider.precision or 'bf16'} of {title}"
+        return check.check_layers(self.model.ffns, once, what)
 
     def measure(
         self,
         case: dict,
         providers: Sequence[Provider],
+        titles: tuple[str, str],
+        ids: Tensor,
+        exact: Callable[[Tensor], Tensor],
         once: Run,
-        judge: check.Judge,
         take: Callable[[Provider], tuple[Tensor, Run, dict]],
         per_run: int = 1,
     ) -> list[dict]:
         """Check and time passes; return a row of each provider.
 
-        once: a pass. Its layers are compared with fp64, once for each backend and precision. judge:
-        compares the results of passes. take: returns a provider's result, the run to be timed and
+        titles: of results, and of the pass, for messages. exact: returns the result of some of the
+        `ids` [B, S] in fp32. once: a pass, whose layers are compared with fp64, once for each
+        backend and precision. take: returns a provider's result [B, ...], the run to be timed and
         columns; the model computes by the provider already. per_run: the calls that a run makes.
+
+        Results are compared with exact ones, and with the first one, the dense provider's. A result
+        in FP8 has one limit, and is not compared with the first.
         """
-        worst: dict[Provider, float] = {}
-        paths: dict[Provider, str] = {}  # read while the model computes by the provider
+        kind, title = titles
+        worst = functools.cache(lambda eager: self.check_layers(eager, once, title))
+        few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
+        right = exact(ids[:few])
+        dense: tuple[float, Tensor] | None = None  # error and result
 
         def prepare(provider: Provider) -> Call:
-            eager = replace(provider, compilation=EAGER)
-            if eager not in worst:
-                self.become(eager)
-                what = f"{provider.backend} {provider.precision or 'bf16'} of {judge.title}"
-                worst[eager] = check.check_layers(self.model.ffns, once, what)
+            nonlocal dense
+            layer_rms = worst(replace(provider, compilation=EAGER))
             self.become(provider)
-            paths[provider] = self.paths(provider, case["tokens"])
+            path = self.paths(provider, case["tokens"])
             result, run, columns = take(provider)
-            error = judge.check(provider.name, result, provider.in_fp8)
+            error = check.relative(result[:few], right)
+            what = f"{kind} ({title}) of {provider}"
+            if provider.in_fp8:
+                check.accept(error, TOLERANCE["FP8 hidden states"], f"{what} are wrong")
+            else:
+                limit = check.AS_DENSE * dense[0] if dense else TOLERANCE["hidden states"]
+                check.accept(error, limit, f"{what} are wrong")
+                dense = dense or (error, result)
+                limit, distance = check.FROM_DENSE * dense[0], check.relative(result, dense[1])
+                check.accept(distance, limit, f"{what} differ from dense ones")
+            columns |= {"provider": provider.name, "path": path}
             columns["relative_rms"] = significant(error, 3)
-            columns["layer_rms"] = significant(worst[eager], 3)
+            columns["layer_rms"] = significant(layer_rms, 3)
             return Call(run, columns, per_run, enter=functools.partial(self.become, provider))
 
-        passes = SimpleNamespace(gpu=self.gpu, prepare=prepare)
-        return [
-            case | {"provider": one.name, "path": paths[one]} | columns
-            for one, columns in bench(passes, providers, "pass").items()
-        ]
+        calls = bench(self.gpu, prepare, providers, "pass")
+        return [case | call.columns for call in calls.values()]
 
 
 def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dict:

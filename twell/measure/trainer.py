@@ -7,6 +7,7 @@ one. Steps that are timed have the learning rate 0, so the activity stays.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from twell.config import TrainConfig
 from twell.measure import imposed, runner
 from twell.measure.check import TOLERANCE
-from twell.measure.patterns import layer_means
+from twell.measure.imposed import layer_means
 from twell.measure.providers import Provider, compilations
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import Call, bench
@@ -59,16 +60,11 @@ def train_step(
     """
     gpu, rows = runner.Gpu(energy), Rows(out, "train_step")
     config = model_config(size, overrides)
-    trainer = Trainer(size, config, profile, imposed.mean_of(size, active), gpu)
-    providers = [
-        Provider(backend, path, kind)
-        for kind in compilations(compiled)
-        for backend, path in (("dense", None), ("triton", "union"))
-    ]
-    columns = bench(trainer, providers, "optimizer")
-    for provider in providers:
-        rows.add("train_step", [trainer.row(provider, columns[provider])])
-    trainer.leave()
+    trainer = Trainer(size, config, profile, active, gpu)
+    kinds = itertools.product(compilations(compiled), (("dense", None), ("triton", "union")))
+    providers = [Provider(backend, path, kind) for kind, (backend, path) in kinds]
+    for provider, call in bench(gpu, trainer.prepare, providers, "optimizer").items():
+        rows.add("train_step", [trainer.row(provider, call.columns)])
     return rows.by_file["train_step"]
 
 
@@ -103,63 +99,51 @@ class Trainer:
     """A model that takes optimiser steps on one batch, by one provider and then by another."""
 
     def __init__(
-        self, name: str, config: TrainConfig, profile: str, active: float, gpu: runner.Gpu
+        self, name: str, config: TrainConfig, profile: str, active: float | None, gpu: runner.Gpu
     ):
         self.name, self.config, self.profile, self.gpu = name, config, profile, gpu
-        means = layer_means(profile, config.num_layers, active)
+        means = layer_means(profile, config.num_layers, active, name)
         with gpu.device:
             self.model = SparseLlamaForCausalLM(config.model_config())
         imposed.draw_weights(self.model, config.seed)
-        draw = functools.partial(imposed.draw_tokens, config.vocab_size, device=gpu.device)
-        self.tokens = draw(config.micro_batch, config.context)
+        shape = config.micro_batch, config.context
+        self.tokens = imposed.draw_tokens(config.vocab_size, *shape, device=gpu.device)
         # Each document predicts its own next tokens.
         self.labels = F.pad(self.tokens[:, 1:], (0, 1), value=-100).flatten()
         self.autocast = functools.partial(torch.autocast, gpu.device.type, torch.bfloat16)
         with self.autocast():
-            imposed.impose(self.model, means, draw(64, min(config.context, 128), seed=1))
+            imposed.impose(self.model, means)
             self.active = [layer["mean"] for layer in imposed.activity_of(self.model, self.tokens)]
         parameters = self.model.named_parameters()
         self.start = {name: p.detach().to("cpu", copy=True) for name, p in parameters}
-        self.sparse: SparseTraining | None = None
-        self.sparse_state: dict | None = None
         self.expected: tuple[float, ...] = ()  # results of the first provider
-        self.around: Callable | None = None
         if config.checkpoint_activations:
-            # Around a compiled layer: within it, it could not keep its L1 term.
-            self.around = functools.partial(checkpoint, use_reentrant=False)
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.compiled_loss = torch.compile(_chunk_loss, fullgraph=True, dynamic=False)
-        SparseTraining(self.model).allow_recompiling()
+        self.compiled_loss = runner.compiled(_chunk_loss)
+        self.sparse = SparseTraining(self.model)
+        self.sparse.allow_recompiling()
 
     def become(self, provider: Provider, learning_rate: float) -> None:
         """Take the first weights, a fresh optimiser, and the provider's backend and compilation."""
-        self.leave()
         self.optimizer = None  # before the next one: two would not fit
         self.model.zero_grad()
-        compile_layers(self.model, provider.compilation, self.around)
+        compile_layers(self.model, provider.compilation)
         self.loss = self.compiled_loss if provider.compiled else _chunk_loss
-        checkpointed = self.config.checkpoint_activations and not provider.compiled
-        for layer in self.model.model.layers:
-            layer.gradient_checkpointing = checkpointed
+        parts = *self.model.model.layers, self.model.model.norm
+        for layer in parts if self.config.checkpoint_activations else ():
+            layer.gradient_checkpointing = not provider.compiled
+            if provider.compiled:
+                # Around a compiled layer: within it, it could not keep its L1 term.
+                call = functools.partial(checkpoint, layer._compiled_call_impl)
+                layer._compiled_call_impl = functools.partial(call, use_reentrant=False)
         self.model.set_ffn_backend("dense")
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 # Dense layers have plain strides; the optimiser's state copies them.
                 parameter.data = self.start[name].to(self.gpu.device, copy=True)
-        if provider.backend == "triton":
-            self.model.set_ffn_backend("triton")
-            self.sparse = SparseTraining(self.model)
-            if self.sparse_state is not None:  # the capacity is known already
-                self.sparse.restore(self.sparse_state)
+        self.model.set_ffn_backend(provider.backend)
         self.model.train()
         self.optimizer = adamw(self.model, self.config, self.gpu.device, learning_rate)
-
-    def leave(self) -> None:
-        """End sparse training, and keep its state."""
-        if self.sparse is not None:
-            self.sparse_state = self.sparse.state()
-            self.sparse.close()
-            self.sparse = None
 
     def all_sparse(self) -> bool:
         """Whether the kernels computed every layer in the last step; SparseFFN may be dense."""
@@ -172,7 +156,7 @@ class Trainer:
 
     def step(self) -> tuple[Tensor, Tensor, Tensor]:
         """Take a step; return the loss before it and its gradient's norms: all, feed-forward."""
-        for _ in range(1) if self.sparse is None else self.sparse.attempts():
+        for _ in self.sparse.attempts():
             self.optimizer.zero_grad()
             with self.autocast():
                 # Not by SparseLlamaForCausalLM's own forward, which counts statistics and computes
@@ -202,11 +186,10 @@ class Trainer:
         for (name, kind), value, exact in zip(COMPARED, results, self.expected, strict=True):
             if not abs(value - exact) <= TOLERANCE[kind] * abs(exact):
                 raise ArithmeticError(f"{what} is wrong: {name} is {value:.5g}, dense {exact:.5g}")
-        if self.sparse is not None and not self.all_sparse():
+        if provider.backend == "triton" and not self.all_sparse():
             raise ArithmeticError(f"{what} computed a layer densely")
         # Training changed the activity, and so the capacity; timed steps have the first weights.
-        self.leave()
-        self.sparse_state = None
+        self.sparse = SparseTraining(self.model)
         columns = {"loss": significant(results[0], 6), "grad_norm": significant(results[1], 4)}
         return Call(self.step, columns, enter=functools.partial(self.become, provider, 0.0))
 
@@ -217,13 +200,12 @@ class Trainer:
         fields = "context", "micro_batch", "precision", "checkpoint_activations"
         row = model_columns(self.name, self.model, self.profile) | columns
         row |= {name: getattr(self.config, name) for name in fields}
-        row |= {
+        return row | {
             "active": round(float(np.mean(self.active)), 2),
             "active_max": round(max(self.active), 2),
             "provider": provider.name,
             "path": provider.path or "dense",
-            "capacity": self.sparse and self.sparse.summary()["capacity"],
+            "capacity": self.sparse.capacity if provider.path else None,
             "tokens_per_second": round(1e3 * self.tokens.numel() / columns["p50"]),
             "peak": self.gpu.peak(self.step)[1],
         }
-        return row
