@@ -175,7 +175,7 @@ def gate_bits(
         from twell.kernels import gate_hopper
 
         kernel, blocks, block = gate_hopper.gate_hopper_kernel, gate_hopper.blocks, [panel, panel]
-        stored = g.view(-1, panel) if by_neuron else g
+        stored, options["S"] = g.view(-1, panel) if by_neuron else g, 0
     else:
         kernel, blocks = gate_bits_kernel, descriptor
         block = [block_m // panel, block_n, panel] if by_neuron else [block_m, block_n]

@@ -82,6 +82,24 @@ def word_layout():
     )
 
 
+@gluon.constexpr_function
+def entry_layout():
+    """One word of each row of these registers: [64, 4 threads, 8 entries]."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]],
+        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        warp_bases=[[16, 0, 0], [32, 0, 0]],
+        block_bases=[],
+        shape=[64, 4, 8],
+    )
+
+
+@gluon.constexpr_function
+def row_layout():
+    """A number for each of these rows."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, entry_layout()))
+
+
 @gluon.jit
 def tile_of(number, num_token_tiles, num_neuron_tiles, GROUP: gl.constexpr):
     """Token and neuron tile by its number, as gate.tile_of."""
@@ -114,15 +132,21 @@ def first_of_two(value):
 
 
 @gluon.jit
-def words_of(g):
-    """Bits of a panel g [64, 64] != 0, packed along the tokens: [64, 2] int32."""
+def entries_of(g):
+    """The bits of a panel g [64, 64] as int16 [64, 2 words, 4 threads, 8 entries]."""
     values = gl.permute(gl.reshape(g, [64, 2, 4, 4, 2]), [0, 1, 3, 2, 4])
     values = gl.reshape(values, [64, 2, 4, 8])
     values = gl.convert_layout(values, word_layout(), assert_trivial=True)
+    return values.to(gl.int16, bitcast=True)
+
+
+@gluon.jit
+def words_of(entries):
+    """Which entries of a panel are not 0, a bit each: [64, 2] int32."""
     eight = gl.inline_asm_elementwise(
         EIGHT_BITS,
         "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r",
-        [values.to(gl.int16, bitcast=True)],
+        [entries],
         dtype=gl.int32,
         is_pure=True,
         pack=8,
@@ -197,7 +221,83 @@ def store_panel(g, buffer, row, column, limit, outputs, BY_NEURON: gl.constexpr)
         tma.async_copy_shared_to_global(g_desc, [column // 64 * bits_stride + row, 0], buffer)
     else:
         tma.async_copy_shared_to_global(g_desc, [row, column], buffer)
-    store_words(words_of(g), row, column, limit, bits_ptr, bits_stride, BY_NEURON)
+    store_words(words_of(entries_of(g)), row, column, limit, bits_ptr, bits_stride, BY_NEURON)
+
+
+@gluon.jit
+def popcount(bits):
+    return gl.inline_asm_elementwise(
+        "popc.b32 $0, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def earlier_bits(word, above):
+    """The number of bits of a word below place 32 - above; a shift by 32 gives 0 in PTX alone."""
+    code: gl.constexpr = "{ .reg .b32 t; shl.b32 t, $1, $2; popc.b32 $0, t; }"
+    return gl.inline_asm_elementwise(
+        code, "=r,r,r", [word, above], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def high_halves(entries):
+    """int16 as the high halves of int32, from registers that hold two."""
+    code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xFFFF0000;"
+    return gl.inline_asm_elementwise(
+        code, "=r,=r,r", [entries], dtype=gl.int32, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def by_entry(rows):
+    """[64] for each entry of a word: [64, 1, 1]."""
+    return gl.expand_dims(gl.expand_dims(rows, 1), 2)
+
+
+@gluon.jit
+def store_twell(g, count, row, column, M, outputs, S: gl.constexpr):
+    """Stores the words of g [64, 64] behind the `count` [64] before; returns the count with them.
+
+    The tile's last panel stores its count. See paper/gate.py.
+    """
+    rest, words_ptr, num_tiles = outputs
+    entries = entries_of(g)
+    bits = gl.split(words_of(entries))
+    entries = gl.split(gl.permute(entries, [0, 2, 3, 1]))
+    layout: gl.constexpr = entry_layout()
+    of_rows: gl.constexpr = row_layout()
+    thread = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
+    entry = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    place = 2 * gl.expand_dims(gl.expand_dims(thread, 0), 2)
+    place += gl.expand_dims(gl.expand_dims(8 * (entry // 2) + entry % 2, 0), 1)
+    rows = row + gl.arange(0, 64, layout=of_rows)
+    tile = rows * num_tiles + column // 256
+    for i in gl.static_range(2):
+        word = gl.convert_layout(bits[i], of_rows, assert_trivial=True)
+        slot = 1 + by_entry(count) + earlier_bits(by_entry(word), 32 - place)
+        neuron = column + 32 * i + place
+        high = high_halves(gl.convert_layout(entries[i], layout, assert_trivial=True))
+        active = high != 0
+        if rest is None:
+            first = by_entry(tile * S)
+            active &= slot < S
+        else:
+            first = gl.where(slot < S, by_entry(tile * S), by_entry(tile * 256 - S + rest))
+        gl.store(words_ptr + (first + slot), high | neuron, mask=active)
+        count += popcount(word)
+    gl.store(words_ptr + tile * S, count, mask=(rows < M) & (column % 256 == 192))
+    return count
+
+
+@gluon.jit
+def store_part(g, count, buffers, i, place, limit, outputs, BY_NEURON: gl.constexpr, S: gl.constexpr):
+    """Stores panel i of a tile; limit: see `store_words`, and with S the number of tokens."""
+    if S > 0:
+        count = store_twell(g, count, *place, limit, outputs, S)
+    else:
+        store_panel(g, buffers.index(i % 2), *place, limit, outputs, BY_NEURON)
+    return count
 
 
 @gluon.jit
@@ -259,15 +359,16 @@ def release(acc, ring, step, first, STAGES: gl.constexpr):
 @gluon.jit
 def consumer(
     work, g_buffers, x_scales,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, BY_NEURON: gl.constexpr, HALF: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr, BY_NEURON: gl.constexpr, S: gl.constexpr,
+    HALF: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of all tiles of this program."""
     ring, tiles, inputs, outputs, M, N, num_steps = work
     b_ptr, w_scale_ptr, x_scale_ptr, threshold = inputs
     BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
-    dtype: gl.constexpr = outputs[0].dtype
+    dtype: gl.constexpr = ring[0].dtype if S > 0 else outputs[0].dtype
     layout: gl.constexpr = product_layout(256, BITS)
-    limit = M if BY_NEURON else N
+    limit = M if BY_NEURON or S > 0 else N
     acc = gl.zeros([64, 256], gl.float32, layout)
     before = panels_of(acc.to(dtype), BITS)  # of the tile before, not yet stored
     row_before, column_before, step = 0, 0, 0
@@ -279,11 +380,12 @@ def consumer(
             fetch_scales(x_scales, x_scale_ptr, column, M)
         if b_ptr is not None:
             bias = of_neurons(b_ptr, row, N, 64, layout)
+        count = gl.zeros([64], gl.int32, row_layout())
         for i in gl.static_range(4):
             acc = multiply(acc, ring, step, i == 0, HALF, STAGES)
             if step >= num_steps:
-                buffer, place = g_buffers.index(i % 2), column_before + i * 64
-                store_panel(before[i], buffer, row_before, place, limit, outputs, BY_NEURON)
+                place = row_before, column_before + i * 64
+                count = store_part(before[i], count, g_buffers, i, place, limit, outputs, BY_NEURON, S)
             acc = release(acc, ring, step, i == 0, STAGES)
             step += 1
         for _ in range(4, num_steps):
@@ -300,10 +402,12 @@ def consumer(
             result += gl.expand_dims(bias, 1)
         before = panels_of(gate_value(result, threshold, dtype), BITS)
         row_before, column_before = row, column
+    count = gl.zeros([64], gl.int32, row_layout())
     for i in gl.static_range(4):
-        buffer, place = g_buffers.index(i % 2), column_before + i * 64
-        store_panel(before[i], buffer, row_before, place, limit, outputs, BY_NEURON)
-    tma.store_wait(0)
+        place = row_before, column_before + i * 64
+        count = store_part(before[i], count, g_buffers, i, place, limit, outputs, BY_NEURON, S)
+    if S == 0:
+        tma.store_wait(0)
 
 
 @direct
@@ -312,12 +416,13 @@ def gate_hopper_kernel(
     x_desc, w_desc, b_ptr, x_scale_ptr, w_scale_ptr, g_desc, bits_ptr, zero_ptr, threshold,
     M, N, K, bits_stride, num_programs,
     GROUP: gl.constexpr, BY_NEURON: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, S: gl.constexpr,
 ):  # fmt: skip
     """g of a queue of tiles, and its bits; see gate.gate_bits. Stores 0 at zero_ptr.
 
     A tile has 128 rows and 256 columns. K is at least 4 BK, and there is a tile for each program.
-    By tokens there is no bias, and no scale.
+    By tokens there is no bias, and no scale. With S slots a tile the words of paper/gate.py go to
+    bits_ptr, bits_stride counts the tiles of a token, and g_desc is the place of `rest`, or None.
     """
     gl.static_assert(BM == (256 if BY_NEURON else 128) and BM + BN == 384)
     gl.static_assert(BY_NEURON or (b_ptr is None and x_scale_ptr is None))
@@ -328,8 +433,12 @@ def gate_hopper_kernel(
     dtype: gl.constexpr = x_desc.dtype
     row_buffers = gl.allocate_shared_memory(dtype, [STAGES, 128, BK], row_desc.layout)
     column_buffers = gl.allocate_shared_memory(dtype, [STAGES, 256, BK], column_desc.layout)
-    g_buffers0 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
-    g_buffers1 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
+    if S > 0:
+        g_buffers0: gl.constexpr = None
+        g_buffers1: gl.constexpr = None
+    else:
+        g_buffers0 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
+        g_buffers1 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -350,8 +459,8 @@ def gate_hopper_kernel(
     descs = row_desc, column_desc
     gl.warp_specialize(
         [
-            (consumer, (work, g_buffers0, x_scales0, GROUP, STAGES, BY_NEURON, 0)),
-            (consumer, (work, g_buffers1, x_scales1, GROUP, STAGES, BY_NEURON, 1)),
+            (consumer, (work, g_buffers0, x_scales0, GROUP, STAGES, BY_NEURON, S, 0)),
+            (consumer, (work, g_buffers1, x_scales1, GROUP, STAGES, BY_NEURON, S, 1)),
             (loader, (descs, ring, tiles, K, GROUP, STAGES, BY_NEURON)),
         ],
         [4, 1],

@@ -38,7 +38,7 @@ gate_neurons_hopper_fp8 | BM BN BK STAGES GROUP w s | | | | 256 128 128 4 4 4 1
 gate_tokens_hopper      | BM BN BK STAGES GROUP w s | | | | 128 256 64 4 8 4 1
 
 128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [Row-wise].
-gate_words        | BM BK w s    | 16 32 4 2      | 64 32 8 3      | 32 32 4 3      | 128 64 8 3
+gate_words     | BM BN BK w s | 16 256 32 4 2 | 64 256 32 8 3 | 32 256 32 4 3 | 128 256 64 8 3
 
 One pass over the words of a block; not tuned.
 union_lists       | CHUNK w s    | 4096 8 1
@@ -67,10 +67,8 @@ count_activity    | w s          | 4 1
 Unrolling 2 or 4 neurons: 3.3 ms skewed (3.5), but 3.9 to 4.2 even (3.7) [Row-wise].
 rowwise           | s            | 2
 
-Tiles that overflow are computed AGAIN_N neurons at a time: registers limit the number. 4 neurons in
-pieces of 512: 0.79 ms; pieces of 128: 1.26 [Row-wise]. The interpreter is slow per loop
-iteration, so it takes larger blocks.
-twell_rowwise     | AGAIN_N AGAIN_K s | 4 512 2 |              |                |       | 256 128 2
+As rowwise.
+twell_rowwise     | s            | 2
 
 By the most tokens: narrow tiles give every multiprocessor work, deep pipelines hide latency. us of
 the path, and with other options: 16 tokens 18.3 (19.6), 32: 19.9 (21.1), 64: 21.9 (23.8), 128: 27.8
@@ -118,6 +116,7 @@ SLOTS entries of a list at a time: registers limit them on a GPU. Not tuned, as 
 hybrid_rows       | SLOTS s      | 1 2            |                |                |        | 32 1
 hybrid_weights    | SLOTS s      | 4 2            |                |                |        | 64 1
 hybrid_backup     | BM BN BK w s | 64 64 32 4 2   | 64 128 32 8 3  | 64 64 32 4 3   | 64 128 64 8 3
+hybrid_gradients  | BM BN BK w s | 64 64 32 4 2   | 64 128 32 8 3  | 64 64 32 4 3   | 128 256 64 8 3
 """
 
 

@@ -94,18 +94,23 @@ def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.conste
 
 
 @triton.jit
-def add_neuron(acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, ACT, EVEN):
+def row_of(word, w_ptr, k, inside, K, EVEN):
+    """Entries k of the row of w of a word's neuron."""
+    return load(w_ptr + (word & 0xFFFF).to(tl.int64) * K + k, inside, EVEN)
+
+
+@triton.jit
+def add_neuron(acc, word, up, x, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, ACT, EVEN):
     """acc [BK] + h times the row of w_down_t of a word's neuron, for one token's row x [BK].
 
-    su_ptr: the scales of w_up in FP8, or None.
+    up: the neuron's row of w_up, or None. su_ptr: the scales of w_up in FP8, or None.
     """
     neuron = word & 0xFFFF
     h = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    weights = neuron.to(tl.int64) * K + k
     h = of_gate(h, dtype, ACT)
-    down = load(wd_ptr + weights, inside, EVEN).to(tl.float32)
-    if GATED:
-        u = tl.sum(x * load(wu_ptr + weights, inside, EVEN).to(tl.float32), 0)
+    down = row_of(word, wd_ptr, k, inside, K, EVEN).to(tl.float32)
+    if up is not None:
+        u = tl.sum(x * up.to(tl.float32), 0)
         if su_ptr is not None:
             u *= tl.load(su_ptr + neuron)
         if bu_ptr is not None:
@@ -143,11 +148,17 @@ def rowwise_kernel(
         x *= tl.load(x_scale_ptr + row)
     acc = tl.zeros((BK,), tl.float32)
     words_ptr += row * stride
-    for slot in range(1, tl.load(words_ptr) + 1):
-        word = tl.load(words_ptr + slot)
+    count = tl.load(words_ptr)
+    # A neuron's row of w_up is fetched while the neuron before is added.
+    word = tl.load(words_ptr + 1, mask=count > 0, other=0)
+    up = row_of(word, wu_ptr, k, inside, K, EVEN) if GATED else None
+    for slot in range(1, count + 1):
+        following = tl.load(words_ptr + slot + 1, mask=slot < count, other=0)
+        following_up = row_of(following, wu_ptr, k, inside, K, EVEN) if GATED else None
         acc = add_neuron(
-            acc, word, x, wu_ptr, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, ACT, EVEN
+            acc, word, up, x, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, ACT, EVEN
         )
+        word, up = following, following_up
     if bd_ptr is not None:
         acc += tl.load(bd_ptr + k, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * K + k, narrow(acc, dtype), mask=inside)

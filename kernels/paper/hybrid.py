@@ -373,11 +373,8 @@ def hybrid_backup_backward_kernel(
             store_transposed(transpose, of_token, of_neuron, g != 0, h, du, dg, M, N, GATED)
 
 
-@direct
-@triton.jit(do_not_specialize=["M"])
-def hybrid_backup_gradients_kernel(
-    a_ptr, x_ptr, dw_ptr, db_ptr, backup, M, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
-):
+@triton.jit
+def _backup_gradient(a_ptr, x_ptr, dw_ptr, db_ptr, backup, M, K, BM, BN, BK):
     """Rows of one weight gradient: backup rows a [., M] times x [M, K]; db gets their sums."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows, valid, neurons, some = owned_rows(backup, BM)
@@ -400,6 +397,42 @@ def hybrid_backup_gradients_kernel(
             if tl.program_id(1) == 0:
                 bias = _row_sums(a_ptr, rows, valid, M, False, BM, BK)
                 tl.store(db_ptr + neurons, narrow(bias, dtype), mask=valid)
+
+
+@direct
+@triton.jit(do_not_specialize=["M"])
+def hybrid_backup_gradients_kernel(
+    x_ptr,
+    dy_ptr,
+    transpose,
+    dwd_ptr,
+    dwu_ptr,
+    dwg_ptr,
+    dbu_ptr,
+    dbg_ptr,
+    backup,
+    M,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Rows of the weight gradients of neurons with a backup row, and their bias gradients.
+
+    The three products run beside each other: one alone does not fill the device.
+    """
+    rows_ptr = transpose.planes + transpose.lists_size
+    if tl.program_id(2) == 0:
+        if dwd_ptr is not None:
+            _backup_gradient(rows_ptr, dy_ptr, dwd_ptr, None, backup, M, K, BM, BN, BK)
+    elif tl.program_id(2) == 1:
+        if dwu_ptr is not None or dbu_ptr is not None:
+            rows_ptr += transpose.plane_size
+            _backup_gradient(rows_ptr, x_ptr, dwu_ptr, dbu_ptr, backup, M, K, BM, BN, BK)
+    else:
+        if dwg_ptr is not None or dbg_ptr is not None:
+            rows_ptr += 2 * transpose.plane_size.to(tl.int64)
+            _backup_gradient(rows_ptr, x_ptr, dwg_ptr, dbg_ptr, backup, M, K, BM, BN, BK)
 
 
 def backup_grid(num_rows: int, num_columns: int, options: dict[str, int]) -> tuple[int, int]:
@@ -513,12 +546,8 @@ def _weight_gradients(
         num_warps=min(max(block_k // 256, 1), 8),
         **launch_options("hybrid_weights", x.device),
     )
-    options = launch_options("hybrid_backup", x.device)
-    dense_rows = transpose.planes[:, transpose.lists_size :]
-    # Non-gated, there is no dense matrix of dg.
-    products = zip(dense_rows, (dy, x, x), weights, (None, *biases), strict=False)
-    for dense, other, dw, db in products:
-        if dw is not None or db is not None:
-            hybrid_backup_gradients_kernel[backup_grid(backup.num_rows, hidden_size, options)](
-                dense, other, dw, db, backup, num_tokens, hidden_size, **options
-            )
+    options = launch_options("hybrid_gradients", x.device)
+    grid = *backup_grid(backup.num_rows, hidden_size, options), len(transpose.planes)
+    hybrid_backup_gradients_kernel[grid](
+        x, dy, transpose, *weights, *biases, backup, num_tokens, hidden_size, **options
+    )

@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 from twell.kernels import options
 from twell.kernels.common import round_up
 from twell.kernels.gate import gate_bits
+from twell.kernels.paper.gate import store_words
+from twell.sparse.formats import PackedTwELL
 
 FP8 = torch.float8_e4m3fn
 DEVICE = torch.device("cuda")
@@ -84,3 +86,19 @@ def test_the_same_bits_with_bias_and_threshold(bias, threshold, dtype, monkeypat
 def test_the_same_bits_at_the_sizes_of_a_layer(dtype, monkeypatch):
     for m in (16_384, 131_072 if dtype != FP8 else 65_536):
         assert_same(random_case(m, 5632, 2048, dtype), monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("m, n, k", [(1, 300, 528), (129, 257, 2048), (1000, 5632, 2048)])
+def test_the_same_twell_words_and_rest(m, n, k, dtype, monkeypatch):
+    case = random_case(m, n, k, dtype, nan=True)  # half of the neurons are active: tiles overflow
+    num_words = m * -(-n // 256) * 32
+    results = []
+    for tiles in (0, 2**60):
+        monkeypatch.setattr(options, "HOPPER_TILES", tiles)
+        words = torch.zeros(num_words * 9, dtype=torch.int32, device=DEVICE)
+        store_words(case["x"], case["w"], None, words, 32, num_words)
+        results.append(words)
+    assert torch.equal(*results) and words[num_words:].any()
+    packed = PackedTwELL.pack(torch.relu(case["x"] @ case["w"].t()), compression=8).words
+    assert torch.equal(words[:num_words].view_as(packed)[:, ::32], packed[:, ::32])

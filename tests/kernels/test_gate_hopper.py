@@ -95,20 +95,20 @@ class Program:
         loads = descs, ring, tiles, num_steps * STEP, 8, STAGES, BY_NEURON
         self.roles = {role(gate_hopper.loader, *loads): lambda: True}
         for half in (0, 1):
-            given = work, g_buffers, None, 8, STAGES, BY_NEURON, half
+            given = work, g_buffers, None, 8, STAGES, BY_NEURON, 0, half
             self.roles[role(gate_hopper.consumer, *given)] = lambda: True
 
     def model(self):
         """What the roles' code calls, with the model in place of Gluon."""
         names = {name: getattr(self, name) for name in ("wait", "arrive", "expect")}
         tma = SimpleNamespace(async_copy_global_to_shared=self.copy, store_wait=lambda n: None)
-        gl = SimpleNamespace(program_id=lambda axis: self.number, minimum=min, float32=None)
+        gl = SimpleNamespace(program_id=lambda axis: self.number, minimum=min, float32=None, int32=None)
         gl.static_range, gl.zeros = range, lambda *given: Sum()
         model = dict(gl=gl, tma=tma, mbarrier=SimpleNamespace(**names), store_panel=self.store)
         model |= dict(warpgroup_mma=self.multiply, warpgroup_mma_wait=self.finish)
-        model |= dict(product_layout=lambda *given: None, gate_value=lambda acc, *given: acc)
+        model |= dict(product_layout=lambda *given: None, row_layout=lambda: None, gate_value=lambda acc, *given: acc)
         model |= dict(panels_of=lambda acc, bits: [acc] * 4, range=range)
-        for name in ("tile_of", "place_of", "multiply", "release"):
+        for name in ("tile_of", "place_of", "multiply", "release", "store_part"):
             model[name] = FunctionType(getattr(gate_hopper, name).fn.__code__, model)
         return model
 
