@@ -139,3 +139,32 @@ def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask
     needed = counts.sum().add(len(x) - 1) // len(x)
     y = y * torch.where(needed > capacity, float("nan"), 1.0).to(x.dtype)
     return Trained(y, l1, counts.int(), active.sum(0).int(), needed)
+
+
+# A third party's layers, as `twell measure --provider tests.factories.measure:NAME` takes them.
+
+
+def plain(w_gate, w_up, w_down, factor=1.0):
+    def call(x):
+        g = torch.relu(x @ (w_up if w_gate is None else w_gate).t())
+        h = g if w_gate is None else g * (x @ w_up.t())
+        y = factor * (h @ w_down.t())
+        return (y, h.abs().sum(1, dtype=torch.float32)) if w_up.requires_grad else y
+
+    return call
+
+
+def wrong(*weights):
+    return plain(*weights, factor=1.4)
+
+
+def empty(*weights):
+    return plain(*weights, factor=float("nan"))
+
+
+def refusing(*weights):
+    raise RuntimeError(f"K is {weights[1].shape[1]}; this layer needs 2048")
+
+
+def narrow(*weights):
+    return lambda x: x[:, 1:]

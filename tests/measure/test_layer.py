@@ -1,5 +1,6 @@
 """One layer, forward and in training: every provider is checked and timed; wrong results."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,6 +19,7 @@ from twell.sparse.calibration import DEPENDS_ON, Calibration
 ops = pytest.importorskip("twell.sparse.ops")
 from twell.sparse import training_ops  # noqa: E402
 
+FOREIGN = "tests.factories.measure:"
 PROVIDERS = ["dense eager", "dense torch.compile", "dense"]
 PROVIDERS += ["triton rowwise", "triton union", "triton decode", "auto"]
 
@@ -80,6 +82,24 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     with pytest.raises(ArithmeticError, match=f"{wrong} at .* 24 tokens  skewed .* is wrong"):
         ffn([24], [9], **SIZES, mode="stream", out=tmp_path)
     assert not dense_kernels.timed and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("backward", "mode"), [(False, "graph"), (False, "eager"), (True, None)])
+def test_third_parties_are_measured_beside_ours_with_their_errors(
+    dense_kernels, tmp_path, capsys, backward, mode
+):
+    names = [FOREIGN + name for name in ("plain", "wrong", "empty")]
+    options = {"backward": backward, "mode": mode, "out": tmp_path, "providers": names}
+    rows = ffn([70], [9], **SIZES, **options)
+    errors = {row["provider"]: row["relative_rms"] for row in rows}
+    plain, wrong, empty = (errors[name] for name in names)
+    assert plain < TOLERANCE["step"] and wrong == pytest.approx(0.4, abs=0.02)
+    assert empty == np.inf and all(row["p50"] for row in rows)
+    assert len(rows) == 3 + (4 if backward else len(PROVIDERS))
+    assert f"provider {names[1]}  relative_rms {wrong}" in capsys.readouterr().out
+    table = pd.read_csv(tmp_path / ("training.csv" if backward else "ffn.csv"))
+    assert np.isfinite(table["relative_rms"]).sum() == len(rows) - 1
+    assert table["path"].isna().sum() == 3
 
 
 @pytest.mark.parametrize(("mode", "gated"), [("stream", True), ("eager", False)])

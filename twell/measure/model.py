@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ from twell.measure.providers import (
     FP8,
     FP8_ALL,
     Provider,
+    compilations,
     model_providers,
+    third_party,
 )
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import bench
@@ -62,6 +65,7 @@ def language_model(
     fp8: bool = False,
     graphs: bool = True,
     energy: bool = False,
+    providers: Sequence[str] = (),
     out: str | Path | None = None,
 ) -> dict[str, list[dict]]:
     """Time a language model in bf16: `twell measure model`, whose help explains the options.
@@ -70,9 +74,11 @@ def language_model(
     tokens of a text. ordered: similar tokens side by side. shapes: batches (sequences, tokens of
     each). Layers alone, and with `alike` the activity to impose, are of the first one. active:
     means, each imposed in turn. decode: numbers of documents to continue by GENERATION tokens.
+    providers: third parties' layers in forward passes, see `ThirdPartyLayer`.
 
     Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
+    third_parties = third_party(providers)
     gpu, rows = runner.Gpu(energy), Rows(out, *FILES)
     decode = decode or ()
     least = min([*itertools.chain(*shapes), *decode, decode_context])
@@ -95,7 +101,9 @@ def language_model(
             order_tokens(model)
     subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
-    providers = model_providers(compiled, precisions=in_passes)
+    in_forward = model_providers(compiled, precisions=in_passes)
+    kinds = itertools.product(third_parties, compilations(compiled))
+    in_forward += [replace(one, compilation=kind) for one, kind in kinds]
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
     def measure(means: Sequence[float] | None) -> list[dict]:
@@ -111,7 +119,7 @@ def language_model(
             draw = functools.partial(imposed.draw_tokens, vocab_size, device=gpu.device)
         for shape in shapes:
             ids = draw(*shape)
-            passes, case, activity = measure_forward(subject, ids, providers)
+            passes, case, activity = measure_forward(subject, ids, in_forward)
             rows.add("model", passes)
             timed = layers and not of_first
             rows.add("model_layers", layer_rows(subject, ids, case, activity, timed))

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from twell.config import TrainConfig
 from twell.measure import check, imposed
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import PROJECTIONS, check_sizes
+from twell.measure.layer import PROJECTIONS, ThirdPartyLayer, check_sizes
 from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
@@ -108,24 +108,30 @@ class Subject:
     """A model that computes by one provider and then by another, with the columns of its rows.
 
     Dense providers have down projections stored as nn.Linear does. A Triton provider has no path:
-    each layer takes the kernels' own choice. graphs: whether few tokens run in CUDA graphs, which
-    decides how "auto" chooses.
+    each layer takes the kernels' own choice. A third party's layers take the places of ours.
+    graphs: whether few tokens run in CUDA graphs, which decides how "auto" chooses.
     """
 
     def __init__(
         self, name: str, model: SparseLlamaForCausalLM, profile: str, gpu: Gpu, graphs: bool = True
     ):
-        self.model, self.gpu, self.graphs = model, gpu, graphs
+        self.model, self.gpu, self.graphs, self.ffns = model, gpu, graphs, model.ffns
         self.columns = model_columns(name, model, profile)
-        self.calibrations = [ffn.calibration for ffn in model.ffns]  # of layers in bf16
+        self.calibrations = [ffn.calibration for ffn in self.ffns]  # of layers in bf16
         self.take_weights()
 
     def take_weights(self) -> None:
         """Copy the present down projections in both layouts; called in bf16."""
         self.linears = Linears(self.model)
-        self.down = [ffn.down_proj.weight for ffn in self.model.ffns]
+        self.down = [ffn.down_proj.weight for ffn in self.ffns]
+        self.third_parties = functools.cache(self._third_parties)
         self.plain = [weight.detach().contiguous() for weight in self.down]
         self.by_neuron = [weight.t().contiguous().t() for weight in self.plain]
+
+    def _third_parties(self, backend: str) -> list[ThirdPartyLayer]:
+        parts = ((ffn.gate_proj, ffn.up_proj, ffn.down_proj) for ffn in self.ffns)
+        weights = ([part and part.weight for part in three] for three in parts)
+        return [ThirdPartyLayer(Provider(backend), three) for three in weights]
 
     def become(self, provider: Provider) -> None:
         """Compute by `provider` from now on."""
@@ -134,7 +140,12 @@ class Subject:
         for weight, layout in zip(self.down, layouts, strict=True):
             weight.data = layout
         self.linears.become(provider)
-        for ffn, calibration in zip(self.model.ffns, self.calibrations, strict=True):
+        mlps = self.third_parties(provider.backend) if provider.third_party else self.ffns
+        for layer, mlp in zip(self.model.model.layers, mlps, strict=True):
+            layer.mlp = mlp
+        if provider.third_party:
+            return
+        for ffn, calibration in zip(self.ffns, self.calibrations, strict=True):
             if ffn.chooser.quantized != provider.in_fp8:
                 ffn.chooser.quantized = provider.in_fp8
                 ffn.calibration = None if provider.in_fp8 else calibration
@@ -146,7 +157,7 @@ class Subject:
         They are means over layers, and the most active neurons of a token.
         """
         tokens = ids.numel()
-        for ffn, layer in zip(self.model.ffns, activity, strict=True):
+        for ffn, layer in zip(self.ffns, activity, strict=True):
             ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
         return self.columns | {
             "batch": ids.shape[0],
@@ -161,18 +172,21 @@ class Subject:
         """Return the number of layers by the path that computes `tokens` tokens: "union 38"."""
         from twell.sparse import ops
 
+        if provider.third_party:
+            return ""
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
         # With many tokens, which are not captured, all situations have one plan.
         situation = plan.COMPILED if provider.compiled else plan.EAGER
         situation = plan.GRAPH if self.graphs else situation
-        paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
+        paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
     def check_layers(self, provider: Provider, once: Run, title: str) -> float:
         """Compare each layer of the pass `once` by a provider with fp64; return the worst error."""
         self.become(provider)
         what = f"{provider.backend} {provider.precision or 'bf16'} of {title}"
-        return check.check_layers(self.model.ffns, once, what)
+        mlps = [layer.mlp for layer in self.model.model.layers]
+        return check.check_layers(mlps, once, what, provider.allowed)
 
     def measure(
         self,
@@ -193,7 +207,7 @@ class Subject:
         columns; the model computes by the provider already. per_run: the calls that a run makes.
 
         Results are compared with exact ones, and with the first one, the dense provider's. A result
-        in FP8 has one limit, and is not compared with the first.
+        in FP8 has one limit, and is not compared with the first. A third party's has no limit.
         """
         kind, title = titles
         worst = functools.cache(lambda eager: self.check_layers(eager, once, title))
@@ -211,7 +225,7 @@ class Subject:
             what = f"{kind} ({title}) of {provider}"
             if provider.in_fp8:
                 check.accept(error, TOLERANCE["FP8 hidden states"], f"{what} are wrong")
-            else:
+            elif not provider.third_party:
                 limit = check.AS_DENSE * dense[0] if dense else TOLERANCE["hidden states"]
                 check.accept(error, limit, f"{what} are wrong")
                 dense = dense or (error, result)
