@@ -4,7 +4,7 @@
 tables that the lessons show, and states its rules. data/claims.yaml has what the paper prints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -155,6 +155,14 @@ def more_than(bound: float, value: float, limit: float) -> str:
     return judge(value - limit > bound, value + limit > bound)
 
 
+def hangs(trend: Callable[[pd.Series], str], values: pd.Series) -> str:
+    """Return a note on the points without which a trend has another verdict; empty for none."""
+    without = {name: trend(values.drop(name)) for name in values.index}
+    other = {name: verdict for name, verdict in without.items() if verdict != trend(values)}
+    apart = ", ".join(f"without {name} it is {verdict}" for name, verdict in other.items())
+    return f"it hangs on one point: {apart}" if apart else ""
+
+
 def ends(values: Any, spec: str) -> str:
     """Return the least and the largest value, or one where they read alike."""
     return " to ".join(dict.fromkeys(f"{end:{spec}}" for end in (min(values), max(values))))
@@ -299,28 +307,37 @@ def choices(data: Recorded) -> Iterator[Row]:
 
 def sizes(data: Recorded) -> Iterator[Row]:
     table, seeds = analysis.sizes(*data.runs("depth-* 85m-100m-l1-*")), data.choices
+    table.index = table["num_layers"].map("the size of {} layers".format)
     number = ends(table["runs"], "d")
     limit = noise_limit(seeds, ACTIVE, table["runs"].min(), table["runs"].min())
     printed = {"source": "text 4.2/App. A.1/Table 3", "metric": "avg_nonzeros"}
     paper = np.log(data.printed(**printed, model="0.5B") / data.printed(**printed, model="2B"))
     shares = 100 * table["active_fraction"]
+
+    def falls(values: pd.Series) -> str:
+        steps = np.diff(np.log(values.astype(float)))
+        untestable = max(abs(steps.sum()), abs(steps.sum() + paper)) <= limit
+        return judge(-steps.sum() > limit and steps.max() <= limit, untestable)
+
     for name, values, texts in (
         ("larger_active", table["active"], table["active"].map("{:.1f}".format)),
         ("larger_share", shares, shares.map("{:.3g}%".format)),
     ):
-        steps = np.diff(np.log(values.astype(float)))
-        fall = -steps.sum()
-        untestable = max(abs(fall), abs(fall - paper)) <= limit
-        verdict = judge(fall > limit and steps.max() <= limit, untestable)
-        yield row(name, " → ".join(texts), verdict, seeds=number)
-    pairs = table[["runs", "dense_runs"]].to_numpy()
-    change, limits = table["change"], [noise_limit(seeds, LOSS, *pair) for pair in pairs]
-    text, verdict = f"{ends(change, '+.1f')}%", at_most(2, change.max(), max(limits))
-    yield row("price_by_size", text, verdict, f"{max(limits):.1f}", number)
-    growth = change.iloc[-1] - change.iloc[0]
-    limit = np.hypot(limits[0], limits[-1])  # of the difference of two prices
-    text = f"{growth:+.1f} points of %"
-    yield row("gap_by_size", text, no_rise(growth, limit), f"{limit:.1f}", number)
+        note = hangs(falls, values)
+        yield row(name, " → ".join(texts), falls(values), seeds=number, note=note)
+    change, pairs = table["change"], table[["runs", "dense_runs"]].to_numpy()
+    limits = pd.Series([noise_limit(seeds, LOSS, *pair) for pair in pairs], table.index)
+    text, verdict = f"{ends(change, '+.1f')}%", at_most(2, change.max(), limits.max())
+    yield row("price_by_size", text, verdict, f"{limits.max():.1f}", number)
+
+    def growth(values: pd.Series) -> tuple[float, float]:
+        first, last = values.index[[0, -1]]
+        return values[last] - values[first], np.hypot(limits[first], limits[last])
+
+    rise, limit = growth(change)
+    note = hangs(lambda values: no_rise(*growth(values)), change)
+    text = f"{rise:+.1f} points of %"
+    yield row("gap_by_size", text, no_rise(rise, limit), f"{limit:.1f}", number, note)
 
 
 def training(data: Recorded) -> Iterator[Row]:
@@ -429,7 +446,7 @@ def tasks(data: Recorded) -> Iterator[Row]:
     levels = analysis.by_level(seven)
     pairs = analysis.against_dense(levels)
     above = pairs[pairs["above_chance"].astype(bool)]
-    lost = (above["difference"] < -NEAR_CHANCE * above["stderr"]).sum()
+    lost = analysis.below(above["difference"], NEAR_CHANCE * above["stderr"]).sum()
     verdict = judge(len(above) > 0 and lost == 0, above.empty, lost < len(above))
     means = analysis.several_levels(levels).query(f"task == {analysis.MEAN!r}")
     means = means[means["parameters"] == means["parameters"].iloc[-1]]
@@ -441,7 +458,8 @@ def tasks(data: Recorded) -> Iterator[Row]:
     text, limit = f"{100 * worst['difference']:+.1f} points", f"{100 * worst['stderr']:.1f}"
     yield row("worst_pair", text, verdict, limit, note=note)
     lettered = seven[seven["task"] == "commonsense_qa"]
-    verdict = judge(not (lettered["verdict"] == "above chance").any())
+    over = lettered["accuracy"] - lettered["chance"]
+    verdict = judge(not analysis.below(-over, NEAR_CHANCE * lettered["stderr"]).any())
     yield row("lettered", f"{ends(100 * lettered['accuracy'], '.1f')}%", verdict)
 
     every = pd.Series(sorted(data.answers["run"].unique()))
@@ -469,10 +487,10 @@ def pretrained(data: Recorded) -> Iterator[Row]:
     beside = pairs[pairs["reference"] == analysis.WITHOUT_L1].sort_values("share")
     alone = pairs[pairs["run"].map(table["level"]) == analysis.WITHOUT_L1]
     alone = alone.sort_values("difference", ascending=False)
-    busiest, sparsest, worse = beside.iloc[-1], beside.iloc[0], (beside["high"] < 0).sum()
+    busiest, sparsest, worse = beside.iloc[-1], beside.iloc[0], analysis.worse(beside).sum()
     text = f"{busiest['difference']:+.1f} points with {busiest['share']:.0f}% active, "
     text += f"{sparsest['difference']:+.1f} with {sparsest['share']:.1f}%"
-    note = f"{worse} of {len(beside)} students are worse; intervals "
+    note = f"{worse} of {len(beside)} students are worse (Holm); intervals "
     note += "{low:+.1f} to {high:+.1f} and ".format(**busiest)
     note += "{low:+.1f} to {high:+.1f}; ReLU alone has ".format(**sparsest)
     note += f"{alone['share'].iloc[0]:.0f}% active and "

@@ -109,10 +109,10 @@ def test_rows_of_training_say_what_was_measured(dense_kernels, tmp_path, mode, g
     rows = ffn([70, 130], [20], ["even", "skewed"], **options, gated=gated, backward=True)
     assert all(list(row) == COLUMNS["training"] for row in rows)
     table = pd.read_csv(tmp_path / "training.csv")
-    sparse = {"stream": ["triton union", "triton hybrid"], "eager": ["triton"]}[mode]
-    assert list(table["provider"]) == 4 * ["dense eager", "dense torch.compile", *sparse]
-    paths = {"stream": training_ops.TRAIN_PATHS, "eager": ["union"]}[mode]
-    assert list(table["path"]) == 4 * ["dense", "dense", *paths] and set(table["mode"]) == {mode}
+    union = {"stream": "triton union", "eager": "triton"}[mode]
+    providers = ["dense eager", "dense torch.compile", union, "triton hybrid"]
+    assert list(table["provider"]) == 4 * providers and set(table["mode"]) == {mode}
+    assert list(table["path"]) == 4 * ["dense", "dense", *training_ops.TRAIN_PATHS]
     # 1.5 times what it needs, which SparseTraining knows after a first step.
     assert (table["capacity"].notna() == (table["path"] != "dense")).all()
     assert table["capacity"].dropna().between(1.4 * table["active"].min(), 96).all()

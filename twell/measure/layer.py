@@ -378,8 +378,8 @@ class TrainingCase(Case):
         return dy.to(x.dtype), torch.full(x.shape[:1], DL1, device=x.device)
 
     def providers(self) -> list[Provider]:
-        sparse = [UNION, HYBRID] if self.mode == "stream" else [TRITON]
-        return [DENSE_EAGER, DENSE_COMPILED, *sparse, *self.third_parties]
+        sparse = UNION if self.mode == "stream" else TRITON
+        return [DENSE_EAGER, DENSE_COMPILED, sparse, HYBRID, *self.third_parties]
 
     def prepare(self, provider: Provider) -> Call:
         columns: dict = {"path": None if provider.third_party else "dense", "capacity": None}
