@@ -1,5 +1,8 @@
 """The paper's algorithms by our kernels, the best of ours, and the authors' release, on one card."""
 
+from collections.abc import Iterator
+from functools import partial
+
 import pandas as pd
 
 from study.analysis import speed
@@ -12,6 +15,7 @@ OURS_FP8, RELEASE = "best of ours, FP8", "the authors' release"
 SIDES = [PAPER_SIDE, OURS, OURS_FP8, RELEASE]
 _CASE = ["what", "model", "tokens", "pattern"]
 _NEAR = 0.05  # activity of one case: the release's rows have round numbers
+_PROFILES = "profile in ('paper', 'flat') and mode == 'stream'"
 _LAYER = "gated and hidden_size == 2048 and intermediate_size == 5632"
 
 
@@ -41,23 +45,28 @@ def like_for_like(bench: speed.Bench) -> pd.DataFrame:
     return wide.assign(**{"dense, ms": dense, "the release's error": release})
 
 
-def _own(bench: speed.Bench) -> list[pd.DataFrame]:
-    """Return our rows beside dense, with what they time and, of models, its profile as pattern."""
-    auto = speed.Bench(bench.folder / "auto", device=bench.device)
-    single, plain, kept = "mode == 'stream'", "mode == 'eager'", "not checkpoint_activations"
-    models = bench.rows("model.csv", where=f"profile in ('paper', 'flat') and {single}")
-    compiled = models["provider"].map(lambda name: Provider.parse(name).compiled).astype(bool)
-    eager = models[~compiled].replace({"provider": {providers.DENSE_EAGER.name: speed.BASELINE}})
+def _models(rows: pd.DataFrame, compiled: bool) -> pd.DataFrame:
+    """Return `model_speedups` of compiled models, or of eager ones over eager dense."""
+    parsed = rows["provider"].map(Provider.parse)
+    rows = rows[[one.compiled == compiled for one in parsed]]
+    return speed.model_speedups(rows.replace(providers.DENSE_EAGER.name, speed.BASELINE))
+
+
+def _own(bench: speed.Bench) -> Iterator[pd.DataFrame]:
+    """Yield our rows beside dense, by what they time; the pattern of models is their profile."""
     parts = {
-        "model": speed.model_speedups(eager),
-        "model, compiled": speed.model_speedups(models[compiled]),
-        "optimiser step, compiled": bench.rows("train_step.csv", speed.step_speedups, kept),
+        "layer": ("ffn.csv", speed.speedups, "mode == 'stream'"),
+        "layer step": ("training.csv", speed.training_speedups, "mode == 'eager'"),
+        "model": ("model.csv", partial(_models, compiled=False), _PROFILES),
+        "model, compiled": ("model.csv", partial(_models, compiled=True), _PROFILES),
+        "optimiser step": ("train_step.csv", speed.step_speedups, "not checkpoint_activations"),
     }
-    parts = {what: table.assign(pattern=table["profile"]) for what, table in parts.items()}
-    parts["layer step"] = bench.rows("training.csv", speed.training_speedups, plain)
-    tables = [table.assign(what=what) for what, table in parts.items()]
-    layers = (one.rows("ffn.csv", speed.speedups, single) for one in (bench, auto))
-    return [*tables, *(table.assign(what="layer") for table in layers)]
+    for what, part in parts.items():
+        for one in (bench, speed.Bench(bench.folder / "auto", device=bench.device)):
+            table = one.rows(*part)
+            if len(table):
+                pattern = table["pattern" if "pattern" in table else "profile"]
+                yield table.assign(what=what, pattern=pattern)
 
 
 def _side(name: str) -> str:
