@@ -9,7 +9,6 @@ and only `Bench` reads files. Each module imports those above it alone:
     activity  a trace or an aggregate by layer, token, position and neuron
     formats   the formats cell by cell, and their bytes
     speed     measured layers, training steps and whole models over dense
-    release   the paper's algorithms by our kernels, ours, and the authors' release
     quantized the fastest in FP8 beside bf16, and its quality
     tasks     accuracies of downstream tasks, and models beside each other on the same items
     relufied  pretrained models that became sparse, and the speed of their activity
@@ -19,6 +18,6 @@ from study import first_of
 
 __getattr__ = first_of(
     __name__,
-    ".runs .speed .variants .activity .tasks .races .release .quantized .relufied .formats "
+    ".runs .speed .variants .activity .tasks .races .quantized .relufied .formats "
     "twell.tables twell.trace.neurons",
 )

@@ -25,12 +25,12 @@ LAYER = [
     ({"mode": "graph", "backward": True}, "'graph'"),
     ({"providers": ["tests.none:x"]}, "provider tests.none:x: No module named 'tests.none'"),
     ({"providers": [f"{FOREIGN}x"]}, f"provider {FOREIGN}x: .* no attribute 'x'.*module:function"),
-    ({"providers": [f"{FOREIGN}TINY"]}, f"provider {FOREIGN}TINY is no function"),
-    ({"providers": ["tests.factories"]}, "provider tests.factories is no function"),
+    ({"providers": [f"{FOREIGN}TINY"]}, f"provider {FOREIGN}TINY: is no function"),
+    ({"providers": ["tests.factories"]}, "provider tests.factories: is no function"),
     ({"providers": [f"{FOREIGN}plain"], "bias": True}, "without biases"),
 ]
 MODEL = [
-    ({"providers": ["tests"]}, "provider tests is no function"),
+    ({"providers": ["tests"]}, "provider tests: is no function"),
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
@@ -61,7 +61,7 @@ def test_mistakes_are_named(dense_kernels, tmp_path, monkeypatch, measured, opti
     "name, words",
     [
         ("refusing", "K is 32; this layer needs 2048"),
-        ("narrow", r"the shapes of its results are .*31.*; expected .*4, 32"),
+        ("narrow", r"its results have the shapes .*31.*, expected .*4, 32"),
     ],
 )
 def test_a_third_party_that_does_not_fit_is_named(dense_kernels, name, words, backward):

@@ -56,16 +56,8 @@ def shape(text: str) -> tuple[int, int]:
 
 Out = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
 Energy = Annotated[bool, flag("--energy", "Also energy: over a second more for each row.")]
-Providers = Annotated[
-    str,
-    option(
-        "Third parties' layers too, with commas: package.module:function, from weights to a "
-        "callable of x (`twell.measure.layer.ThirdPartyLayer`).",
-        name="--provider",
-        parser=separated(str),
-        metavar="NAMES",
-    ),
-]
+THIRD = "Also layers of package.module:function, with commas: docs/benchmarks.md."
+Providers = Annotated[str, option(THIRD, name="--provider", parser=separated(str))]
 Compile = Annotated[
     bool | None,
     flag("--compile/--no-compile", "Only compiled layers, or only eager ones; default: both."),

@@ -191,10 +191,7 @@ def accept(error: float, limit: float, message: str) -> None:
 
 
 def relative(result: Tensor, exact: Tensor) -> float:
-    """Return the relative RMS error of a result; the RMS error where `exact` is zero.
-
-    Infinite for a result with a NaN.
-    """
+    """Return the relative RMS error of a result (inf for a NaN); the RMS where `exact` is zero."""
     dtype = torch.promote_types(exact.dtype, torch.float32)
     exact = exact.to(dtype)
     error = float((result.to(dtype) - exact).norm()) / (float(exact.norm()) or 1.0)

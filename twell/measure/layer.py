@@ -210,11 +210,9 @@ class ThirdPartyLayer(nn.Module):
     def forward(self, x: Tensor) -> Any:
         rows = x.flatten(0, -2)
         results = self.function(rows)
-        several = results if self.trains else (results,)
-        shapes = [getattr(result, "shape", None) for result in several]
-        expected = [rows.shape, rows.shape[:1]][: 1 + self.trains]
-        unfit = f"the shapes of its results are {shapes}; expected {expected}"
-        require(shapes == expected, unfit.replace("torch.Size", ""))
+        shapes = [tuple(one.shape) for one in (results if self.trains else (results,))]
+        expected = [tuple(rows.shape), (len(rows),)][: 1 + self.trains]
+        require(shapes == expected, f"its results have the shapes {shapes}, expected {expected}")
         return results if self.trains else results.view(x.shape)
 
 

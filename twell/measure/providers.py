@@ -71,10 +71,11 @@ class Provider:
         """Return the third party's function. Raises ValueError where there is none."""
         try:
             function = pkgutil.resolve_name(self.backend)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"provider {self}: {error}; it is package.module:function") from None
-        if not (self.third_party and callable(function)):
-            raise ValueError(f"provider {self} is no function; it is package.module:function")
+            error = None if self.third_party and callable(function) else "is no function"
+        except (ImportError, AttributeError, ValueError) as mistake:
+            error = mistake
+        if error is not None:
+            raise ValueError(f"provider {self}: {error}; write package.module:function")
         return function
 
     @property
