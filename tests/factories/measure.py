@@ -1,5 +1,7 @@
 """Layers, masks and models of the measurements, and a clock that needs no GPU."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -141,25 +143,19 @@ def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask
     return Trained(y, l1, counts.int(), active.sum(0).int(), needed)
 
 
-# A third party's layers, as `twell measure --provider tests.factories.measure:NAME` takes them.
+# Third parties' layers, as `twell measure --provider tests.factories.measure:NAME` takes them.
 
 
 def plain(w_gate, w_up, w_down, factor=1.0):
     def call(x):
-        g = torch.relu(x @ (w_up if w_gate is None else w_gate).t())
-        h = g if w_gate is None else g * (x @ w_up.t())
+        h = reference.activations(x, w_gate, w_up)[1]
         y = factor * (h @ w_down.t())
         return (y, h.abs().sum(1, dtype=torch.float32)) if w_up.requires_grad else y
 
     return call
 
 
-def wrong(*weights):
-    return plain(*weights, factor=1.4)
-
-
-def empty(*weights):
-    return plain(*weights, factor=float("nan"))
+wrong, empty = partial(plain, factor=1.4), partial(plain, factor=float("nan"))
 
 
 def refusing(*weights):

@@ -82,8 +82,6 @@ def test_a_step_is_that_of_the_model_itself(build):
         torch.testing.assert_close(parameter.detach(), stepped[name], msg=name)
 
 
-
-
 def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
     dense_kernels, monkeypatch, tmp_path
 ):
