@@ -140,13 +140,8 @@ def no_change(value: float, limit: float, margin: float = MARGIN) -> str:
     return judge(abs(value) + limit <= margin, abs(value) - limit <= margin)
 
 
-def no_rise(value: float, limit: float, margin: float = MARGIN) -> str:
-    """Return the verdict on "no rise", which a fall of any size supports."""
-    return at_most(margin, value, limit)
-
-
 def at_most(bound: float, value: float, limit: float) -> str:
-    """Return the verdict on an upper bound: the whole interval has to be within it."""
+    """Return the verdict on an upper bound, as of "no rise": the whole interval has to be within."""
     return judge(value + limit <= bound, value - limit <= bound)
 
 
@@ -282,7 +277,7 @@ def choices(data: Recorded) -> Iterator[Row]:
         verdict = judge(least > 1 and high <= 1, without <= 1, high < least)
         text = f"{share:{spec}} instead of {without:.0f}% dead"
         yield row(f"{name}_dead", text, verdict, f"{limit:{spec}}", dead.runs)
-        yield difference(f"{name}_price", price, no_rise(price.difference, price.limit))
+        yield difference(f"{name}_price", price, at_most(MARGIN, price.difference, price.limit))
         if choice == "L1 warm-up":
             width = 2112
             text = f"{width * active.value:.1f} instead of {width * active.other:.1f} active"
@@ -294,7 +289,7 @@ def choices(data: Recorded) -> Iterator[Row]:
             verdict = close(active.difference, paper, active.limit)
             yield row("warmup_activity", text, verdict, seeds=active.runs, note=note)
         else:
-            verdict = no_rise(active.difference, active.limit, ACTIVE_MARGIN)
+            verdict = at_most(ACTIVE_MARGIN, active.difference, active.limit)
             yield difference("reinit_activity", active, verdict)
     printed = {"source": "Table 3", "metric": "cross_entropy", "l1": 0}
     paper = data.printed(**printed, activation="SiLU") / data.printed(**printed, activation="ReLU")
@@ -334,10 +329,12 @@ def sizes(data: Recorded) -> Iterator[Row]:
         first, last = values.index[[0, -1]]
         return values[last] - values[first], np.hypot(limits[first], limits[last])
 
+    def grows_not(values: pd.Series) -> str:
+        return at_most(MARGIN, *growth(values))
+
     rise, limit = growth(change)
-    note = hangs(lambda values: no_rise(*growth(values)), change)
-    text = f"{rise:+.1f} points of %"
-    yield row("gap_by_size", text, no_rise(rise, limit), f"{limit:.1f}", number, note)
+    text, note = f"{rise:+.1f} points of %", hangs(grows_not, change)
+    yield row("gap_by_size", text, grows_not(change), f"{limit:.1f}", number, note)
 
 
 def training(data: Recorded) -> Iterator[Row]:
@@ -349,16 +346,16 @@ def training(data: Recorded) -> Iterator[Row]:
     seconds = seconds.groupby(curves["run"]).sum()
     whole = percent(seconds["flagship-dense"] / seconds["flagship-triton"])
     late = percent(sparse["tokens_per_second"] / dense["tokens_per_second"])
-    yield row("training_whole", f"{whole:+.0f}% tokens/s", "beyond the paper", seeds=1)
-    text = f"{late:+.0f}% tokens/s ({sparse['active']:.1f} active at the end)"
-    yield row("training_late", text, "beyond the paper", seeds=1)
     memory = percent(sparse["peak_memory"] / dense["peak_memory"])
     most = percent(sparse["peak_memory_whole"] / dense["peak_memory_whole"])
     gigabytes = (side["peak_memory"] / 1e9 for side in (sparse, dense))
-    text = "{:+.0f}% ({:.1f} instead of {:.1f} GB)".format(memory, *gigabytes)
-    yield row("training_memory_late", text, "beyond the paper", seeds=1)
-    text = f"{most:+.0f}% ({sparse['peak_memory_whole'] / 1e9:.1f} GB)"
-    yield row("training_memory_whole", text, "beyond the paper", seeds=1)
+    for name, text in (
+        ("whole", f"{whole:+.0f}% tokens/s"),
+        ("late", f"{late:+.0f}% tokens/s ({sparse['active']:.1f} active at the end)"),
+        ("memory_late", "{:+.0f}% ({:.1f} instead of {:.1f} GB)".format(memory, *gigabytes)),
+        ("memory_whole", f"{most:+.0f}% ({sparse['peak_memory_whole'] / 1e9:.1f} GB)"),
+    ):
+        yield row(f"training_{name}", text, "beyond the paper", seeds=1)
 
     race = analysis.race(*data.runs("flagship-300m-l1-0 flagship-300m-l1-6e-4"))
     first, second = analysis.reached(race).itertuples()
@@ -502,24 +499,22 @@ def pretrained(data: Recorded) -> Iterator[Row]:
 # --- speed ----------------------------------------------------------------------------------------
 
 
+def by_size(data: Recorded, name: str, timed: str, saved: str) -> Iterator[Row]:
+    """Yield the speed of the paper's sizes, and the memory or energy that they save."""
+    for size, model in SIZES.items():
+        one = data.scale.loc[f"{timed} speed", model]
+        text, note = f"{one['change']:+.0f}% tokens/s", f"{one['active']:.0f} active"
+        yield row(f"{name}_{size}", text, "beyond the paper", note=note)
+        text = f"{data.scale.loc[f'{timed} {saved}', model]['change']:+.0f}% {saved}"
+        yield row(f"{saved}_{size}", text, "beyond the paper")
+
+
 def steps(data: Recorded) -> Iterator[Row]:
-    table = data.scale
-    for name, model in SIZES.items():
-        one = table.loc["training speed", model]
-        note = f"{one['active']:.0f} active"
-        yield row(f"step_{name}", f"{one['change']:+.0f}% tokens/s", "beyond the paper", note=note)
-        change = table.loc[("training memory", model), "change"]
-        yield row(f"memory_{name}", f"{change:+.0f}% memory", "beyond the paper")
+    yield from by_size(data, "step", "training", "memory")
 
 
 def models(data: Recorded) -> Iterator[Row]:
-    table = data.scale
-    for name, model in SIZES.items():
-        one = table.loc["forward speed", model]
-        text, note = f"{one['change']:+.0f}% tokens/s", f"{one['active']:.0f} active"
-        yield row(f"forward_{name}", text, "beyond the paper", note=note)
-        change = table.loc[("forward energy", model), "change"]
-        yield row(f"energy_{name}", f"{change:+.0f}% energy", "beyond the paper")
+    yield from by_size(data, "forward", "forward", "energy")
     every = data.bench.rows("model_layers.csv", analysis.layer_contributions)
     middle = analysis.layers_at(every.query("profile == 'paper' and model == '1.5b'"), 29)
     trained = every[every["model"] == "flagship-half"]
