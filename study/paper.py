@@ -21,7 +21,7 @@ from twell import results
 from twell.measure import providers
 from twell.sparse.formats import PackedTwELL
 from twell.tables import NEAR_CHANCE, evaluations, level_name, logged_layers
-from twell.trace import Aggregate, Trace
+from twell.trace import Trace
 
 LOSS, ACTIVE, DEAD = analysis.QUANTITIES
 LEVEL, LOWER = 6e-4, 1.5e-4  # L1; LEVEL stands for the paper's 2e-5
@@ -32,8 +32,8 @@ OTHER_CHOICES = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"
 SIZES = {"0_5b": "0.5B", "1b": "1B", "1_5b": "1.5B", "2b": "2B"}
 FORCED = providers.TRITON_COMPILED.name
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
-USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
-LARGE = f"{USUAL} and tokens == 131072 and mode == 'stream'"
+LARGE = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
+LARGE += " and tokens == 131072 and mode == 'stream'"
 LAST = 27  # the last layer of the paper's 1.5B model, counted from 0
 NEAR = 0.1  # a number is reproduced within this share of the paper's, or within its interval
 MARGIN = 1.0  # of "no change": % of cross-entropy, or points of accuracy
@@ -84,10 +84,6 @@ class Recorded:
         return analysis.findings(*self.every_run, kept, 6 / LAST)
 
     @cached_property
-    def layers(self) -> pd.DataFrame:
-        return self.bench.rows("ffn.csv", analysis.speedups)
-
-    @cached_property
     def scale(self) -> pd.DataFrame:
         """The paper's Table 1 beside ours, `scale_table` by quantity and model."""
         where = "profile == 'paper' and batch == 64 and context == 2048"
@@ -95,9 +91,6 @@ class Recorded:
         where = "profile == 'paper' and micro_batch == 16 and not checkpoint_activations"
         steps = self.bench.rows("train_step.csv", analysis.step_speedups, where)
         return analysis.scale_table(self.paper, models, steps).set_index(["quantity", "model"])
-
-    def aggregate(self, name: str) -> Aggregate:
-        return Aggregate.load(self.folder / "traces" / f"{name}-aggregate.npz")
 
     def printed(self, **where: Any) -> float:
         """Return the paper's one number whose row in data/paper.yaml has these cells."""
@@ -420,10 +413,6 @@ def layers(data: Recorded) -> Iterator[Row]:
 
 def tokens(data: Recorded) -> Iterator[Row]:
     yield shared("first_token_shared", data, "first_is_most")
-    words = analysis.per_token(data.aggregate(SETTING), min_count=16)["token"]
-    words = [word.strip() or repr(word) for word in words]
-    yield row("lowest_tokens", ", ".join(words[:6]), "not compared", seeds=1)
-    yield row("highest_tokens", ", ".join(words[-6:]), "not compared", seeds=1)
 
 
 def neurons(data: Recorded) -> Iterator[Row]:
@@ -534,33 +523,12 @@ def models(data: Recorded) -> Iterator[Row]:
 
 
 def layer_speed(data: Recorded) -> Iterator[Row]:
-    table, rows = data.layers, data.bench.rows("ffn.csv")
-    at_29 = analysis.at_level(table[table["provider"].isin(SPARSE)].query(USUAL), 29)
-    gain = percent(at_29[at_29["tokens"] >= 16_384]["speedup"].max())
-    yield row("layer_gain", f"{gain:+.0f}%", "not compared")
-    large = analysis.near_level(table.query(LARGE), 29)
+    large = analysis.near_level(data.bench.rows("ffn.csv", analysis.speedups, LARGE), 29)
     best = large.loc[large["provider"].isin(SPARSE), "speedup"].max()
     yield row("layer_large", f"{best:.2f} times dense", "ours")
-    energy = analysis.near_level(rows.query(LARGE), 29).pivot_table("energy", "date", "provider")
-    change = percent(energy[providers.UNION.name] / energy[analysis.BASELINE]).dropna().iloc[-1]
-    yield row("layer_energy", f"{change:+.0f}%", "not compared")
-
-
-def fp8(data: Recorded) -> Iterator[Row]:
-    one = (
-        analysis.fastest(analysis.near_level(data.layers.query(LARGE), 29))
-        .query("side == 'sparse FP8'")
-        .iloc[-1]
-    )
+    one = analysis.fastest(large).query("side == 'sparse FP8'").iloc[-1]
     text = f"{one['speedup']:.2f} times dense bf16, {one['over_fp8']:.2f} times dense FP8"
     yield row("fp8_large", text, "ours")
-
-
-def layer_training(data: Recorded) -> Iterator[Row]:
-    table = data.bench.rows("training.csv", analysis.training_speedups, "mode == 'stream'")
-    near = analysis.at_level(table, 29)
-    gain = percent(near.loc[near["provider"].map(providers.is_sparse), "speedup"].max())
-    yield row("layer_training_gain", f"{gain:+.0f}%", "not compared")
 
 
 def formats(data: Recorded) -> Iterator[Row]:
@@ -582,7 +550,7 @@ SUBJECTS = {
     one.__name__: one
     for one in (
         *(sweep, choices, sizes, layers, tokens, neurons, tasks, pretrained, training, steps),
-        *(models, layer_speed, fp8, layer_training, formats),
+        *(models, layer_speed, formats),
     )
 }
 
