@@ -134,7 +134,7 @@ def no_change(value: float, limit: float, margin: float = MARGIN) -> str:
 
 
 def at_most(bound: float, value: float, limit: float) -> str:
-    """Return the verdict on an upper bound, as of "no rise": the whole interval has to be within."""
+    """Return the verdict on an upper bound, or "no rise": the whole interval is within it."""
     return judge(value + limit <= bound, value - limit <= bound)
 
 

@@ -177,7 +177,7 @@ def p_value(
 
 
 def below(difference: pd.Series, limit: pd.Series) -> pd.Series:
-    """Return which differences of a family are below zero, by their limits at CONFIDENCE and Holm."""
+    """Return which differences of a family are below zero, by limits at CONFIDENCE and Holm."""
     p = pd.Series(p_value(difference, limit), difference.index)
     return (difference < 0) & (holm(p) < 1 - CONFIDENCE)
 

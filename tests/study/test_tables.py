@@ -192,7 +192,7 @@ def test_ours_stand_beside_the_release_like_for_like(tmp_path):
 
 def test_the_second_half_begins_at_the_half():
     rows = [("dense", tokens, tokens / 10) for tokens in (0, 40, 100)]
-    rows += [("auto", tokens, seconds) for tokens, seconds in ((0, 0), (40, 9), (50, 11), (100, 13))]
+    rows += [("auto", *point) for point in ((0, 0), (40, 9), (50, 11), (100, 13))]
     raced = pd.DataFrame(rows, columns=["backend", "tokens", "seconds"])
     assert analysis.late_gain(raced) == pytest.approx(150)
     raced = raced[raced["tokens"] != 50]  # between validations speed is even

@@ -1,9 +1,8 @@
 """One layer, forward or as in training: dense baselines, each path of the kernels, and "auto".
 
 A provider's layer is a module: `DenseLayer` of nn.Linear projections, a `SparseFFN` whose backend
-and path are the provider's, or a third party's `ThirdPartyLayer`, whose error is recorded whatever it
-is. In training, output, L1 term and gradients are compared with fp64 before a step is timed, and
-all providers have the same loss.
+and path are the provider's, or `ThirdPartyLayer`, whose error has no limit. In training, output, L1
+term and gradients are compared with fp64 before a step is timed, and all providers have one loss.
 """
 
 from __future__ import annotations
@@ -80,9 +79,9 @@ def ffn(
     """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
     patterns: names of PATTERNS. mode: one of MODES (`runner`); default: graph up to 4,096 tokens,
-    else and in training stream. providers: third parties' layers, see `ThirdPartyLayer`. Returns the
-    rows. Raises ValueError for unfit arguments, ArithmeticError for a wrong result of ours,
-    RuntimeError without a GPU. Ours.
+    else and in training stream. providers: names for `ThirdPartyLayer`. Returns the rows. Raises
+    ValueError for unfit arguments, ArithmeticError for a wrong result of ours, RuntimeError without
+    a GPU. Ours.
     """
     tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
     act = get_activation(activation, gated=gated, sparse=True)
@@ -204,8 +203,9 @@ class ThirdPartyLayer(nn.Module):
         super().__init__()
         give(self, weights, bias=False)
         parts = [getattr(self, name) for name in PROJECTIONS]
-        self.trains = torch.is_grad_enabled()
-        self.function = provider.load()(*(p and p.weight.requires_grad_(self.trains) for p in parts))
+        self.trains = trains = torch.is_grad_enabled()
+        given = (part and part.weight.requires_grad_(trains) for part in parts)
+        self.function = provider.load()(*given)
 
     def forward(self, x: Tensor) -> Any:
         rows = x.flatten(0, -2)
@@ -234,7 +234,7 @@ class Case:
 
     pattern: the column, to which another activation and biases (of zeros) are added. inputs: x,
     w_gate, w_up and w_down (not gated: w_gate is w_up). auto: whether the sparse paths are left
-    out. third_parties: further providers. calibration: of "auto" in bf16; None: the card's. Results are checked in the mode in which
+    out. calibration: of "auto" in bf16; None: the card's. Results are checked in the mode in which
     they are timed. `allowed` is a relative RMS, where it is more than the tolerance.
     """
 
@@ -335,7 +335,7 @@ class Case:
             run()
         else:
             run, outputs = partial(repeat, calls, 1), [call() for call in calls]
-        path = None if provider.third_party else provider.path or "dense"
+        path = provider.path or provider.backend
         if provider.backend == "auto":  # it plans for this card in its first call
             path = layers[0].chooser.path(len(self.x), EAGER if mode == "stream" else mode)
         exact, limit = self.exact, max(self.allowed, provider.allowed)
@@ -380,7 +380,7 @@ class TrainingCase(Case):
         return [DENSE_EAGER, DENSE_COMPILED, sparse, HYBRID, *self.third_parties]
 
     def prepare(self, provider: Provider) -> Call:
-        columns: dict = {"path": None if provider.third_party else "dense", "capacity": None}
+        columns: dict = {"path": provider.backend, "capacity": None}
         if provider.backend == "triton":
             layer = self.layer(TRITON, self.sets[0])
             step = Step(layer.train(), partial(with_l1, layer), self)

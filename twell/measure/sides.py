@@ -30,6 +30,7 @@ from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import QUANTIZED
 from twell.sparse import calibration as plan
 from twell.sparse.float8 import Float8Linear
+from twell.sparse.layer import SparseFFN
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
@@ -78,7 +79,7 @@ class Linears:
     """The linear layers of a model in bf16, some of them in FP8 as a provider wants.
 
     A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
-    of attention are in FP8 too.
+    of attention are in FP8 too. A third party's feed-forward layers take the places of ours.
     """
 
     def __init__(self, model: SparseLlamaForCausalLM):
@@ -93,6 +94,8 @@ class Linears:
         ]
         self.in_fp8: tuple[str, ...] = ()
         self.quantized = functools.cache(Float8Linear.of)  # of the weights they had first
+        self.mlps = [(layer, layer.mlp) for layer in model.model.layers]
+        self.third_party = functools.cache(self._third_party)
 
     def become(self, provider: Provider) -> None:
         names = PROJECTIONS if provider.backend == "dense" else QUANTIZED
@@ -102,36 +105,36 @@ class Linears:
         for module, name, part in self.parts:
             if (name in names) != (name in before):  # others may be joined, see decode.py
                 setattr(module, name, self.quantized(part) if name in names else part)
+        for layer, ffn in self.mlps:
+            layer.mlp = self.third_party(provider.backend, ffn) if provider.third_party else ffn
+
+    def _third_party(self, backend: str, ffn: SparseFFN) -> ThirdPartyLayer:
+        parts = (getattr(ffn, name) for name in PROJECTIONS)
+        return ThirdPartyLayer(Provider(backend), [part and part.weight for part in parts])
 
 
 class Subject:
     """A model that computes by one provider and then by another, with the columns of its rows.
 
     Dense providers have down projections stored as nn.Linear does. A Triton provider has no path:
-    each layer takes the kernels' own choice. A third party's layers take the places of ours.
-    graphs: whether few tokens run in CUDA graphs, which decides how "auto" chooses.
+    each layer takes the kernels' own choice. graphs: whether few tokens run in CUDA graphs, which
+    decides how "auto" chooses.
     """
 
     def __init__(
         self, name: str, model: SparseLlamaForCausalLM, profile: str, gpu: Gpu, graphs: bool = True
     ):
-        self.model, self.gpu, self.graphs, self.ffns = model, gpu, graphs, model.ffns
+        self.model, self.gpu, self.graphs = model, gpu, graphs
         self.columns = model_columns(name, model, profile)
-        self.calibrations = [ffn.calibration for ffn in self.ffns]  # of layers in bf16
+        self.calibrations = [ffn.calibration for ffn in model.ffns]  # of layers in bf16
         self.take_weights()
 
     def take_weights(self) -> None:
         """Copy the present down projections in both layouts; called in bf16."""
         self.linears = Linears(self.model)
-        self.down = [ffn.down_proj.weight for ffn in self.ffns]
-        self.third_parties = functools.cache(self._third_parties)
+        self.down = [ffn.down_proj.weight for ffn in self.model.ffns]
         self.plain = [weight.detach().contiguous() for weight in self.down]
         self.by_neuron = [weight.t().contiguous().t() for weight in self.plain]
-
-    def _third_parties(self, backend: str) -> list[ThirdPartyLayer]:
-        parts = ((ffn.gate_proj, ffn.up_proj, ffn.down_proj) for ffn in self.ffns)
-        weights = ([part and part.weight for part in three] for three in parts)
-        return [ThirdPartyLayer(Provider(backend), three) for three in weights]
 
     def become(self, provider: Provider) -> None:
         """Compute by `provider` from now on."""
@@ -140,12 +143,9 @@ class Subject:
         for weight, layout in zip(self.down, layouts, strict=True):
             weight.data = layout
         self.linears.become(provider)
-        mlps = self.third_parties(provider.backend) if provider.third_party else self.ffns
-        for layer, mlp in zip(self.model.model.layers, mlps, strict=True):
-            layer.mlp = mlp
         if provider.third_party:
             return
-        for ffn, calibration in zip(self.ffns, self.calibrations, strict=True):
+        for ffn, calibration in zip(self.model.ffns, self.calibrations, strict=True):
             if ffn.chooser.quantized != provider.in_fp8:
                 ffn.chooser.quantized = provider.in_fp8
                 ffn.calibration = None if provider.in_fp8 else calibration
@@ -157,7 +157,7 @@ class Subject:
         They are means over layers, and the most active neurons of a token.
         """
         tokens = ids.numel()
-        for ffn, layer in zip(self.ffns, activity, strict=True):
+        for ffn, layer in zip(self.model.ffns, activity, strict=True):
             ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
         return self.columns | {
             "batch": ids.shape[0],
@@ -173,12 +173,12 @@ class Subject:
         from twell.sparse import ops
 
         if provider.third_party:
-            return ""
+            return provider.backend
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
         # With many tokens, which are not captured, all situations have one plan.
         situation = plan.COMPILED if provider.compiled else plan.EAGER
         situation = plan.GRAPH if self.graphs else situation
-        paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.ffns)
+        paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
     def check_layers(self, provider: Provider, once: Run, title: str) -> float:
