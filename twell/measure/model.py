@@ -41,7 +41,6 @@ from twell.sparse import float8
 from twell.sparse.layer import SparseFFN, captured_by_hand
 
 FILES = "model", "model_layers", "decode"
-TIMES = "dense", "sparse", "auto", "auto_path", "relative_rms"  # of layers alone
 ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
 
@@ -121,8 +120,8 @@ def language_model(
             ids = draw(*shape)
             passes, case, activity = measure_forward(subject, ids, in_forward)
             rows.add("model", passes)
-            timed = layers and not of_first
-            rows.add("model_layers", layer_rows(subject, ids, case, activity, timed))
+            if layers and not of_first:
+                rows.add("model_layers", layer_rows(subject, ids, case, activity))
             of_first = of_first or activity
             torch.cuda.empty_cache()
         for batch in decode:
@@ -179,35 +178,29 @@ def measure_forward(
     return rows, case, activity
 
 
-def layer_rows(
-    subject: Subject, ids: Tensor, case: dict, activity: Sequence[dict], timed: bool
-) -> list[dict]:
-    """Return rows of model_layers.csv; timed: with each layer alone, on its input in a dense pass.
-
-    Otherwise the cells of times are empty.
-    """
+def layer_rows(subject: Subject, ids: Tensor, case: dict, activity: Sequence[dict]) -> list[dict]:
+    """Return rows of model_layers.csv, of each layer alone on its input in a dense pass."""
     from twell.sparse import ops
 
     rows = []
-    for index, layer in enumerate(activity):
-        row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
-        row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
-        rows.append(row | dict.fromkeys(TIMES))
 
     def visit(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
         x, weights = inputs[0].flatten(0, -2), (ffn.first.weight, ffn.up_proj.weight)
         options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
         inputs = x, *weights, subject.by_neuron[index]
-        case = Case(subject.gpu, f"layer {index}", inputs, **options)
-        case.allowed = check.allowed(case.exact, case.x, case.sets[0])
-        sparse = Provider("triton", ops.choose(len(case.x)))
-        calls = bench(subject.gpu, case.prepare, [DENSE_COMPILED, sparse, AUTO])
+        alone = Case(subject.gpu, f"layer {index}", inputs, **options)
+        alone.allowed = check.allowed(alone.exact, alone.x, alone.sets[0])
+        sparse = Provider("triton", ops.choose(len(alone.x)))
+        calls = bench(subject.gpu, alone.prepare, [DENSE_COMPILED, sparse, AUTO])
         dense, by_path, auto = (call.columns for call in calls.values())
-        rows[index] |= {"dense": dense["p50"], "sparse": by_path["p50"], "auto": auto["p50"]}
-        rows[index] |= {"auto_path": auto["path"], "relative_rms": by_path["relative_rms"]}
+        layer = activity[index]
+        row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
+        row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
+        row |= {"dense": dense["p50"], "sparse": by_path["p50"], "auto": auto["p50"]}
+        row |= {"auto_path": auto["path"], "relative_rms": by_path["relative_rms"]}
+        rows.append(row)
 
-    if timed:
-        subject.become(DENSE_EAGER)
-        with check.hooked(subject.model.ffns, visit, before=True):
-            forward(subject.model, ids)
+    subject.become(DENSE_EAGER)
+    with check.hooked(subject.model.ffns, visit, before=True):
+        forward(subject.model, ids)
     return rows
