@@ -4,7 +4,7 @@
 tables that the lessons show, and states its rules. data/claims.yaml has what the paper prints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,7 @@ from twell import results
 from twell.measure import providers
 from twell.sparse.formats import PackedTwELL
 from twell.tables import NEAR_CHANCE, evaluations, level_name, logged_layers
-from twell.trace import Aggregate, Trace
+from twell.trace import Trace
 
 LOSS, ACTIVE, DEAD = analysis.QUANTITIES
 LEVEL, LOWER = 6e-4, 1.5e-4  # L1; LEVEL stands for the paper's 2e-5
@@ -32,8 +32,8 @@ OTHER_CHOICES = "fp8-* *-reinit-* *-warmup-* *-silu-* *-nongated-*"
 SIZES = {"0_5b": "0.5B", "1b": "1B", "1_5b": "1.5B", "2b": "2B"}
 FORCED = providers.TRITON_COMPILED.name
 SPARSE = [providers.UNION.name, providers.ROWWISE.name, providers.DECODE.name]
-USUAL = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
-LARGE = f"{USUAL} and tokens == 131072 and mode == 'stream'"
+LARGE = "gated and hidden_size == 2048 and intermediate_size == 5632 and pattern == 'skewed'"
+LARGE += " and tokens == 131072 and mode == 'stream'"
 LAST = 27  # the last layer of the paper's 1.5B model, counted from 0
 NEAR = 0.1  # a number is reproduced within this share of the paper's, or within its interval
 MARGIN = 1.0  # of "no change": % of cross-entropy, or points of accuracy
@@ -84,10 +84,6 @@ class Recorded:
         return analysis.findings(*self.every_run, kept, 6 / LAST)
 
     @cached_property
-    def layers(self) -> pd.DataFrame:
-        return self.bench.rows("ffn.csv", analysis.speedups)
-
-    @cached_property
     def scale(self) -> pd.DataFrame:
         """The paper's Table 1 beside ours, `scale_table` by quantity and model."""
         where = "profile == 'paper' and batch == 64 and context == 2048"
@@ -95,9 +91,6 @@ class Recorded:
         where = "profile == 'paper' and micro_batch == 16 and not checkpoint_activations"
         steps = self.bench.rows("train_step.csv", analysis.step_speedups, where)
         return analysis.scale_table(self.paper, models, steps).set_index(["quantity", "model"])
-
-    def aggregate(self, name: str) -> Aggregate:
-        return Aggregate.load(self.folder / "traces" / f"{name}-aggregate.npz")
 
     def printed(self, **where: Any) -> float:
         """Return the paper's one number whose row in data/paper.yaml has these cells."""
@@ -140,19 +133,22 @@ def no_change(value: float, limit: float, margin: float = MARGIN) -> str:
     return judge(abs(value) + limit <= margin, abs(value) - limit <= margin)
 
 
-def no_rise(value: float, limit: float, margin: float = MARGIN) -> str:
-    """Return the verdict on "no rise", which a fall of any size supports."""
-    return at_most(margin, value, limit)
-
-
 def at_most(bound: float, value: float, limit: float) -> str:
-    """Return the verdict on an upper bound: the whole interval has to be within it."""
+    """Return the verdict on an upper bound, or "no rise": the whole interval is within it."""
     return judge(value + limit <= bound, value - limit <= bound)
 
 
 def more_than(bound: float, value: float, limit: float) -> str:
     """Return the verdict on a lower bound."""
     return judge(value - limit > bound, value + limit > bound)
+
+
+def hangs(trend: Callable[[pd.Series], str], values: pd.Series) -> str:
+    """Return a note on the points without which a trend has another verdict; empty for none."""
+    without = {name: trend(values.drop(name)) for name in values.index}
+    other = {name: verdict for name, verdict in without.items() if verdict != trend(values)}
+    apart = ", ".join(f"without {name} it is {verdict}" for name, verdict in other.items())
+    return f"it hangs on one point: {apart}" if apart else ""
 
 
 def ends(values: Any, spec: str) -> str:
@@ -274,7 +270,7 @@ def choices(data: Recorded) -> Iterator[Row]:
         verdict = judge(least > 1 and high <= 1, without <= 1, high < least)
         text = f"{share:{spec}} instead of {without:.0f}% dead"
         yield row(f"{name}_dead", text, verdict, f"{limit:{spec}}", dead.runs)
-        yield difference(f"{name}_price", price, no_rise(price.difference, price.limit))
+        yield difference(f"{name}_price", price, at_most(MARGIN, price.difference, price.limit))
         if choice == "L1 warm-up":
             width = 2112
             text = f"{width * active.value:.1f} instead of {width * active.other:.1f} active"
@@ -286,7 +282,7 @@ def choices(data: Recorded) -> Iterator[Row]:
             verdict = close(active.difference, paper, active.limit)
             yield row("warmup_activity", text, verdict, seeds=active.runs, note=note)
         else:
-            verdict = no_rise(active.difference, active.limit, ACTIVE_MARGIN)
+            verdict = at_most(ACTIVE_MARGIN, active.difference, active.limit)
             yield difference("reinit_activity", active, verdict)
     printed = {"source": "Table 3", "metric": "cross_entropy", "l1": 0}
     paper = data.printed(**printed, activation="SiLU") / data.printed(**printed, activation="ReLU")
@@ -299,28 +295,39 @@ def choices(data: Recorded) -> Iterator[Row]:
 
 def sizes(data: Recorded) -> Iterator[Row]:
     table, seeds = analysis.sizes(*data.runs("depth-* 85m-100m-l1-*")), data.choices
+    table.index = table["num_layers"].map("the size of {} layers".format)
     number = ends(table["runs"], "d")
     limit = noise_limit(seeds, ACTIVE, table["runs"].min(), table["runs"].min())
     printed = {"source": "text 4.2/App. A.1/Table 3", "metric": "avg_nonzeros"}
     paper = np.log(data.printed(**printed, model="0.5B") / data.printed(**printed, model="2B"))
     shares = 100 * table["active_fraction"]
+
+    def falls(values: pd.Series) -> str:
+        steps = np.diff(np.log(values.astype(float)))
+        untestable = max(abs(steps.sum()), abs(steps.sum() + paper)) <= limit
+        return judge(-steps.sum() > limit and steps.max() <= limit, untestable)
+
     for name, values, texts in (
         ("larger_active", table["active"], table["active"].map("{:.1f}".format)),
         ("larger_share", shares, shares.map("{:.3g}%".format)),
     ):
-        steps = np.diff(np.log(values.astype(float)))
-        fall = -steps.sum()
-        untestable = max(abs(fall), abs(fall - paper)) <= limit
-        verdict = judge(fall > limit and steps.max() <= limit, untestable)
-        yield row(name, " → ".join(texts), verdict, seeds=number)
-    pairs = table[["runs", "dense_runs"]].to_numpy()
-    change, limits = table["change"], [noise_limit(seeds, LOSS, *pair) for pair in pairs]
-    text, verdict = f"{ends(change, '+.1f')}%", at_most(2, change.max(), max(limits))
-    yield row("price_by_size", text, verdict, f"{max(limits):.1f}", number)
-    growth = change.iloc[-1] - change.iloc[0]
-    limit = np.hypot(limits[0], limits[-1])  # of the difference of two prices
-    text = f"{growth:+.1f} points of %"
-    yield row("gap_by_size", text, no_rise(growth, limit), f"{limit:.1f}", number)
+        note = hangs(falls, values)
+        yield row(name, " → ".join(texts), falls(values), seeds=number, note=note)
+    change, pairs = table["change"], table[["runs", "dense_runs"]].to_numpy()
+    limits = pd.Series([noise_limit(seeds, LOSS, *pair) for pair in pairs], table.index)
+    text, verdict = f"{ends(change, '+.1f')}%", at_most(2, change.max(), limits.max())
+    yield row("price_by_size", text, verdict, f"{limits.max():.1f}", number)
+
+    def growth(values: pd.Series) -> tuple[float, float]:
+        first, last = values.index[[0, -1]]
+        return values[last] - values[first], np.hypot(limits[first], limits[last])
+
+    def grows_not(values: pd.Series) -> str:
+        return at_most(MARGIN, *growth(values))
+
+    rise, limit = growth(change)
+    text, note = f"{rise:+.1f} points of %", hangs(grows_not, change)
+    yield row("gap_by_size", text, grows_not(change), f"{limit:.1f}", number, note)
 
 
 def training(data: Recorded) -> Iterator[Row]:
@@ -332,16 +339,16 @@ def training(data: Recorded) -> Iterator[Row]:
     seconds = seconds.groupby(curves["run"]).sum()
     whole = percent(seconds["flagship-dense"] / seconds["flagship-triton"])
     late = percent(sparse["tokens_per_second"] / dense["tokens_per_second"])
-    yield row("training_whole", f"{whole:+.0f}% tokens/s", "beyond the paper", seeds=1)
-    text = f"{late:+.0f}% tokens/s ({sparse['active']:.1f} active at the end)"
-    yield row("training_late", text, "beyond the paper", seeds=1)
     memory = percent(sparse["peak_memory"] / dense["peak_memory"])
     most = percent(sparse["peak_memory_whole"] / dense["peak_memory_whole"])
     gigabytes = (side["peak_memory"] / 1e9 for side in (sparse, dense))
-    text = "{:+.0f}% ({:.1f} instead of {:.1f} GB)".format(memory, *gigabytes)
-    yield row("training_memory_late", text, "beyond the paper", seeds=1)
-    text = f"{most:+.0f}% ({sparse['peak_memory_whole'] / 1e9:.1f} GB)"
-    yield row("training_memory_whole", text, "beyond the paper", seeds=1)
+    for name, text in (
+        ("whole", f"{whole:+.0f}% tokens/s"),
+        ("late", f"{late:+.0f}% tokens/s ({sparse['active']:.1f} active at the end)"),
+        ("memory_late", "{:+.0f}% ({:.1f} instead of {:.1f} GB)".format(memory, *gigabytes)),
+        ("memory_whole", f"{most:+.0f}% ({sparse['peak_memory_whole'] / 1e9:.1f} GB)"),
+    ):
+        yield row(f"training_{name}", text, "beyond the paper", seeds=1)
 
     race = analysis.race(*data.runs("flagship-300m-l1-0 flagship-300m-l1-6e-4"))
     first, second = analysis.reached(race).itertuples()
@@ -406,10 +413,6 @@ def layers(data: Recorded) -> Iterator[Row]:
 
 def tokens(data: Recorded) -> Iterator[Row]:
     yield shared("first_token_shared", data, "first_is_most")
-    words = analysis.per_token(data.aggregate(SETTING), min_count=16)["token"]
-    words = [word.strip() or repr(word) for word in words]
-    yield row("lowest_tokens", ", ".join(words[:6]), "not compared", seeds=1)
-    yield row("highest_tokens", ", ".join(words[-6:]), "not compared", seeds=1)
 
 
 def neurons(data: Recorded) -> Iterator[Row]:
@@ -429,7 +432,7 @@ def tasks(data: Recorded) -> Iterator[Row]:
     levels = analysis.by_level(seven)
     pairs = analysis.against_dense(levels)
     above = pairs[pairs["above_chance"].astype(bool)]
-    lost = (above["difference"] < -NEAR_CHANCE * above["stderr"]).sum()
+    lost = analysis.below(above["difference"], NEAR_CHANCE * above["stderr"]).sum()
     verdict = judge(len(above) > 0 and lost == 0, above.empty, lost < len(above))
     means = analysis.several_levels(levels).query(f"task == {analysis.MEAN!r}")
     means = means[means["parameters"] == means["parameters"].iloc[-1]]
@@ -441,7 +444,8 @@ def tasks(data: Recorded) -> Iterator[Row]:
     text, limit = f"{100 * worst['difference']:+.1f} points", f"{100 * worst['stderr']:.1f}"
     yield row("worst_pair", text, verdict, limit, note=note)
     lettered = seven[seven["task"] == "commonsense_qa"]
-    verdict = judge(not (lettered["verdict"] == "above chance").any())
+    over = lettered["accuracy"] - lettered["chance"]
+    verdict = judge(not analysis.below(-over, NEAR_CHANCE * lettered["stderr"]).any())
     yield row("lettered", f"{ends(100 * lettered['accuracy'], '.1f')}%", verdict)
 
     every = pd.Series(sorted(data.answers["run"].unique()))
@@ -469,10 +473,10 @@ def pretrained(data: Recorded) -> Iterator[Row]:
     beside = pairs[pairs["reference"] == analysis.WITHOUT_L1].sort_values("share")
     alone = pairs[pairs["run"].map(table["level"]) == analysis.WITHOUT_L1]
     alone = alone.sort_values("difference", ascending=False)
-    busiest, sparsest, worse = beside.iloc[-1], beside.iloc[0], (beside["high"] < 0).sum()
+    busiest, sparsest, worse = beside.iloc[-1], beside.iloc[0], analysis.worse(beside).sum()
     text = f"{busiest['difference']:+.1f} points with {busiest['share']:.0f}% active, "
     text += f"{sparsest['difference']:+.1f} with {sparsest['share']:.1f}%"
-    note = f"{worse} of {len(beside)} students are worse; intervals "
+    note = f"{worse} of {len(beside)} students are worse (Holm); intervals "
     note += "{low:+.1f} to {high:+.1f} and ".format(**busiest)
     note += "{low:+.1f} to {high:+.1f}; ReLU alone has ".format(**sparsest)
     note += f"{alone['share'].iloc[0]:.0f}% active and "
@@ -484,24 +488,22 @@ def pretrained(data: Recorded) -> Iterator[Row]:
 # --- speed ----------------------------------------------------------------------------------------
 
 
+def by_size(data: Recorded, name: str, timed: str, saved: str) -> Iterator[Row]:
+    """Yield the speed of the paper's sizes, and the memory or energy that they save."""
+    for size, model in SIZES.items():
+        one = data.scale.loc[f"{timed} speed", model]
+        text, note = f"{one['change']:+.0f}% tokens/s", f"{one['active']:.0f} active"
+        yield row(f"{name}_{size}", text, "beyond the paper", note=note)
+        text = f"{data.scale.loc[f'{timed} {saved}', model]['change']:+.0f}% {saved}"
+        yield row(f"{saved}_{size}", text, "beyond the paper")
+
+
 def steps(data: Recorded) -> Iterator[Row]:
-    table = data.scale
-    for name, model in SIZES.items():
-        one = table.loc["training speed", model]
-        note = f"{one['active']:.0f} active"
-        yield row(f"step_{name}", f"{one['change']:+.0f}% tokens/s", "beyond the paper", note=note)
-        change = table.loc[("training memory", model), "change"]
-        yield row(f"memory_{name}", f"{change:+.0f}% memory", "beyond the paper")
+    yield from by_size(data, "step", "training", "memory")
 
 
 def models(data: Recorded) -> Iterator[Row]:
-    table = data.scale
-    for name, model in SIZES.items():
-        one = table.loc["forward speed", model]
-        text, note = f"{one['change']:+.0f}% tokens/s", f"{one['active']:.0f} active"
-        yield row(f"forward_{name}", text, "beyond the paper", note=note)
-        change = table.loc[("forward energy", model), "change"]
-        yield row(f"energy_{name}", f"{change:+.0f}% energy", "beyond the paper")
+    yield from by_size(data, "forward", "forward", "energy")
     every = data.bench.rows("model_layers.csv", analysis.layer_contributions)
     middle = analysis.layers_at(every.query("profile == 'paper' and model == '1.5b'"), 29)
     trained = every[every["model"] == "flagship-half"]
@@ -521,33 +523,12 @@ def models(data: Recorded) -> Iterator[Row]:
 
 
 def layer_speed(data: Recorded) -> Iterator[Row]:
-    table, rows = data.layers, data.bench.rows("ffn.csv")
-    at_29 = analysis.at_level(table[table["provider"].isin(SPARSE)].query(USUAL), 29)
-    gain = percent(at_29[at_29["tokens"] >= 16_384]["speedup"].max())
-    yield row("layer_gain", f"{gain:+.0f}%", "not compared")
-    large = analysis.near_level(table.query(LARGE), 29)
+    large = analysis.near_level(data.bench.rows("ffn.csv", analysis.speedups, LARGE), 29)
     best = large.loc[large["provider"].isin(SPARSE), "speedup"].max()
     yield row("layer_large", f"{best:.2f} times dense", "ours")
-    energy = analysis.near_level(rows.query(LARGE), 29).pivot_table("energy", "date", "provider")
-    change = percent(energy[providers.UNION.name] / energy[analysis.BASELINE]).dropna().iloc[-1]
-    yield row("layer_energy", f"{change:+.0f}%", "not compared")
-
-
-def fp8(data: Recorded) -> Iterator[Row]:
-    one = (
-        analysis.fastest(analysis.near_level(data.layers.query(LARGE), 29))
-        .query("side == 'sparse FP8'")
-        .iloc[-1]
-    )
+    one = analysis.fastest(large).query("side == 'sparse FP8'").iloc[-1]
     text = f"{one['speedup']:.2f} times dense bf16, {one['over_fp8']:.2f} times dense FP8"
     yield row("fp8_large", text, "ours")
-
-
-def layer_training(data: Recorded) -> Iterator[Row]:
-    table = data.bench.rows("training.csv", analysis.training_speedups, "mode == 'stream'")
-    near = analysis.at_level(table, 29)
-    gain = percent(near.loc[near["provider"].map(providers.is_sparse), "speedup"].max())
-    yield row("layer_training_gain", f"{gain:+.0f}%", "not compared")
 
 
 def formats(data: Recorded) -> Iterator[Row]:
@@ -569,7 +550,7 @@ SUBJECTS = {
     one.__name__: one
     for one in (
         *(sweep, choices, sizes, layers, tokens, neurons, tasks, pretrained, training, steps),
-        *(models, layer_speed, fp8, layer_training, formats),
+        *(models, layer_speed, formats),
     )
 }
 

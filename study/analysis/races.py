@@ -73,7 +73,8 @@ def late_gain(raced: pd.DataFrame) -> float:
 
     Of the second half of training, when activity has settled. Raises KeyError without a dense run.
     """
-    late = raced[raced["tokens"] >= raced["tokens"].max() / 2].groupby("backend")
-    spans = late[["tokens", "seconds"]].agg(np.ptp)
-    speeds = spans["tokens"] / spans["seconds"]
-    return float(100 * (speeds.drop("dense").item() / speeds["dense"] - 1))
+    half, seconds = raced["tokens"].max() / 2, {}
+    for backend, run in raced.groupby("backend"):
+        at_half = np.interp(half, run["tokens"], run["seconds"])
+        seconds[backend == "dense"] = run["seconds"].max() - at_half
+    return float(100 * (seconds[True] / seconds[False] - 1))

@@ -10,6 +10,7 @@ import pandas as pd
 
 from study.analysis.runs import check_alike
 from study.analysis.tasks import DRAWS, answer_records, paired_records
+from study.analysis.variants import below
 from twell.measure import providers
 from twell.tables import last_validation, level_name
 
@@ -82,7 +83,7 @@ def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     """Return the mean accuracy (%) of each run with answers, and its difference from references.
 
     table, pairs: `relufied_runs` and `relufied_pairs`. Differences are in points with the 95%
-    interval over items. worse: the number of tasks whose whole interval is below the original.
+    interval over items. worse: the number of tasks below the original, corrected by Holm.
     """
     references = {reference: f"over {reference}" for reference in (ORIGINAL, WITHOUT_L1)}
     lines = []
@@ -96,10 +97,15 @@ def relufied_answers(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
         for reference, name in references.items():
             line[name] = _points(means.loc[reference]) if reference in means.index else np.nan
         tasks = own[(own["reference"] == ORIGINAL) & (own["task"] != "mean")]
-        line["worse"] = f"{(tasks['high'] < 0).sum()} of {len(tasks)}" if len(tasks) else np.nan
+        line["worse"] = f"{worse(tasks).sum()} of {len(tasks)}" if len(tasks) else np.nan
         lines.append(line)
     columns = ["name", "active_fraction", "accuracy", *references.values(), "worse"]
     return pd.DataFrame(lines, columns=columns)
+
+
+def worse(pairs: pd.DataFrame) -> pd.Series:
+    """Return which rows of `paired_records`, a family, are less accurate beyond their interval."""
+    return below(pairs["difference"], (pairs["high"] - pairs["low"]) / 2)
 
 
 def _points(means: pd.Series) -> str:

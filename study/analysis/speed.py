@@ -4,7 +4,8 @@ Every ratio is taken within one case and one call, since absolute times drift. T
 A case is a shape, number of tokens, pattern of activity, device and way of calling.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -342,3 +343,73 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
     # Dense of the same call: another provider may have a newer one.
     measured = {"dense": row[column] / (1 + change / 100), "sparse": row[column], "change": change}
     return measured | ends | row[["active", "device", "profile"]].to_dict()
+
+
+PAPER = "twell.sparse.paper:layer"  # the paper's inference, by `measure --provider`
+PAPERS, OURS = "the paper's algorithm, ours", "best of ours"
+OURS_FP8, RELEASE = "best of ours, FP8", "the authors' release"
+SIDES = [PAPERS, OURS, OURS_FP8, RELEASE]
+_LIKE = ["what", "model", "tokens", "pattern"]
+_NEAR = 0.05  # activity of one case: the release's rows have round numbers
+
+
+def like_for_like(bench: Bench) -> pd.DataFrame:
+    """Return speed-ups over dense torch.compile of the same call, a row a case, a column a side.
+
+    bench: of one card; layers of 2048 x 5632. Columns: SIDES and each third party, dense in ms, the
+    release's relative RMS. Of each provider the newest call counts, of a side the fastest provider;
+    NaN where nobody measured. Layers are single calls, their training steps plain ones. Activity is
+    equal within _NEAR. data/README.md says where rows of release.csv are from.
+    """
+    rows = pd.concat([bench.rows("release.csv"), *_own(bench)], ignore_index=True)
+    rows = rows.query("gated and hidden_size == 2048 and intermediate_size == 5632")
+    rows = rows.assign(model=rows["model"].fillna("")).sort_values("active", kind="stable")
+    jumps = rows.groupby(_LIKE)["active"].diff() > _NEAR * rows["active"]
+    level = jumps.groupby([rows[column] for column in _LIKE]).cumsum()
+    case = [*_LIKE, "active"]
+    active = rows.groupby([*_LIKE, level.rename("level")])["active"].transform("median")
+    rows = rows.assign(active=active.round(1), side=rows["provider"].map(_like_side))
+    rows = rows.sort_values("date", kind="stable").drop_duplicates([*case, "provider"], keep="last")
+    ours = rows[rows["side"] == PAPERS].assign(side=OURS)
+    wide = pd.concat([rows, ours]).pivot_table("speedup", case, "side", aggfunc="max")
+    wide = wide.reindex(columns=[*SIDES, *wide.columns.difference([*SIDES, "dense", ""])])
+    dense, release = (rows[rows["side"] == side].set_index(case) for side in ("dense", RELEASE))
+    named = {"dense, ms": dense["p50"], "the release's error": release["relative_rms"]}
+    return wide.assign(**named)
+
+
+def _own(bench: Bench) -> Iterator[pd.DataFrame]:
+    """Yield our rows beside dense, by what they time; the pattern of models is their profile."""
+
+    def models(rows: pd.DataFrame, compiled: bool) -> pd.DataFrame:
+        parsed = rows["provider"].map(providers.Provider.parse)
+        rows = rows[[one.compiled == compiled for one in parsed]]
+        return model_speedups(rows.replace(providers.DENSE_EAGER.name, BASELINE))
+
+    profiles = "profile in ('paper', 'flat') and mode == 'stream'"
+    parts = {
+        "layer": ("ffn.csv", speedups, "mode == 'stream'"),
+        "layer step": ("training.csv", training_speedups, "mode == 'eager'"),
+        "model": ("model.csv", partial(models, compiled=False), profiles),
+        "model, compiled": ("model.csv", partial(models, compiled=True), profiles),
+        "optimiser step": ("train_step.csv", step_speedups, "not checkpoint_activations"),
+    }
+    for one in (bench, Bench(bench.folder / "auto", device=bench.device)):
+        for what, part in parts.items():
+            if len(table := one.rows(*part)):
+                pattern = table["pattern" if "pattern" in table else "profile"]
+                yield table.assign(what=what, pattern=pattern)
+
+
+def _like_side(name: str) -> str:
+    """Return the column of a provider: a side, "dense", or a third party; "" for any other."""
+    if name == "release":
+        return RELEASE
+    provider = providers.Provider.parse(name)
+    if provider.backend == PAPER or provider.path in ("twell", "hybrid"):
+        return PAPERS
+    if provider.third_party:
+        return provider.backend
+    if provider.backend == "dense":
+        return "dense" if name == BASELINE else ""
+    return {None: OURS, providers.FP8: OURS_FP8}.get(provider.precision, "")

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
-from study.analysis.variants import CONFIDENCE, noise_verdict
+from study.analysis.variants import CONFIDENCE, corrected, noise_verdict, p_value
 from twell.measure import providers
 from twell.tables import COMPUTED, EVALUATED, SIZE, level_name, verdicts
 
@@ -125,9 +125,10 @@ def paired_runs(items: pd.DataFrame, dense: list[str], sparse: list[str]) -> pd.
     items: answers of `study.keep` with a column run; dense, sparse: runs, which differ by seed.
     Accuracies are in %, held_out_text in nats a token. low and high: the 95% interval over items
     (paired bootstrap); seeds: the limit that seeds explain (Student's t); limit: both together.
-    Raises ValueError where runs have not as many items.
+    Verdicts are corrected by Holm over the tasks, limits are not. Raises ValueError where runs have
+    not as many items.
     """
-    columns = "task items dense_runs runs dense sparse difference low high seeds limit verdict"
+    columns = "task items dense_runs runs dense sparse difference low high seeds limit verdict p"
     items = items.reindex(columns=["run", "task", "correct", "by_bytes", "nats"])
     items = items.assign(item=items.groupby(["run", "task"]).cumcount())
     rows, random = [], np.random.default_rng(0)
@@ -149,10 +150,12 @@ def paired_runs(items: pd.DataFrame, dense: list[str], sparse: list[str]) -> pd.
         difference, seeds = both[1].mean() - both[0].mean(), _seed_limit(first, second)
         limit = float(np.hypot((high - low) / 2, seeds))
         verdict = noise_verdict(difference, limit) if np.isfinite(seeds) else "one seed"
-        row = task, len(wide), first.shape[1], second.shape[1], *both.mean(axis=1), difference
+        number, other = second.shape[1], first.shape[1]
+        p = p_value(difference, limit, number + other - 2)
+        row = task, len(wide), other, number, *both.mean(axis=1), difference
         lowest = np.quantile(both[0][drawn].mean(axis=1), _ENDS[0])
-        rows.append((*row, low, high, seeds, limit, verdict, bool(lowest > unit * chance)))
-    return pd.DataFrame(rows, columns=[*columns.split(), "above_chance"])
+        rows.append((*row, low, high, seeds, limit, verdict, p, bool(lowest > unit * chance)))
+    return corrected(pd.DataFrame(rows, columns=[*columns.split(), "above_chance"]))
 
 
 def _seed_limit(first: pd.DataFrame, second: pd.DataFrame) -> float:

@@ -138,14 +138,12 @@ def contrast(
     limit, difference = noise_limit(table, column, runs, other_runs, tests), value - other
     relative = column == "active_fraction"
     compared = float(np.log(value / other)) if relative else difference
-    _, freedom = seed_noise(table, column, paired=True)
-    quantile = scipy.stats.t.ppf(1 - (1 - CONFIDENCE) / 2 / tests, freedom) if freedom else np.nan
-    p = 2 * scipy.stats.t.sf(abs(compared) / limit * quantile, freedom) if limit else np.nan
+    p = p_value(compared, limit, seed_noise(table, column, paired=True)[1], tests)
     verdict = noise_verdict(compared, limit)
     if relative:
         difference, limit = 100 * (value / other - 1), 100 * float(np.expm1(limit))
     result = {"runs": runs, "value": value, "other_runs": other_runs, "other": other}
-    return result | {"difference": difference, "limit": limit, "verdict": verdict, "p": float(p)}
+    return result | {"difference": difference, "limit": limit, "verdict": verdict, "p": p}
 
 
 def contrasts(table: pd.DataFrame) -> pd.DataFrame:
@@ -163,10 +161,31 @@ def contrasts(table: pd.DataFrame) -> pd.DataFrame:
             shares += ["difference", "limit"] if column == "dead_fraction_train" else []
             rows.append(row | {key: 100 * row[key] for key in shares})
     columns = "choice l1_coefficient quantity runs value other_runs other difference limit verdict"
-    found = pd.DataFrame(rows, columns=[*columns.split(), "p"])
-    corrected = holm(found["p"]) >= 1 - CONFIDENCE
-    found["verdict"] = found["verdict"].mask(corrected & (found["p"] < 1), "within noise")
-    return found.drop(columns="p")
+    return corrected(pd.DataFrame(rows, columns=[*columns.split(), "p"]))
+
+
+def p_value(
+    difference: pd.Series, limit: pd.Series, freedom: float = np.inf, tests: int = 1
+) -> pd.Series:
+    """Return the two-sided p of differences by their limits at CONFIDENCE (Student's t).
+
+    tests: for which the limits hold together. NaN where nothing scatters.
+    """
+    t = scipy.stats.t
+    quantile = t.ppf(1 - (1 - CONFIDENCE) / 2 / tests, freedom)
+    return 2 * t.sf(np.divide(np.abs(difference), limit) * quantile, freedom)
+
+
+def below(difference: pd.Series, limit: pd.Series) -> pd.Series:
+    """Return which differences of a family are below zero, by limits at CONFIDENCE and Holm."""
+    p = pd.Series(p_value(difference, limit), difference.index)
+    return (difference < 0) & (holm(p) < 1 - CONFIDENCE)
+
+
+def corrected(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a family of differences with verdicts corrected by Holm, without its column p."""
+    noise = holm(table["p"]) >= 1 - CONFIDENCE
+    return table.assign(verdict=table["verdict"].mask(noise, "within noise")).drop(columns="p")
 
 
 def holm(p: pd.Series) -> pd.Series:
@@ -311,7 +330,8 @@ def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     losses = losses.assign(since=losses.groupby("run")["step"].shift(fill_value=0))
     losses = losses.pivot(index=["since", "step"], columns="run", values="value")[table.index]
     table["apart"] = losses.sub(losses[table.index[0]], axis=0).abs().max()
-    late = curves[curves["tokens"] > complete["tokens"].iloc[0] / 2]
+    since = curves.groupby(["run", "metric"])["tokens"].shift(fill_value=0)
+    late = curves[since >= complete["tokens"].iloc[0] / 2]  # rows without a step of the first half
     for column, metric, rows, statistic in (
         ("tokens_per_second", "tokens_per_second", late, "median"),
         ("peak_memory", "peak_memory", late, "max"),

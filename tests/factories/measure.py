@@ -1,5 +1,7 @@
 """Layers, masks and models of the measurements, and a clock that needs no GPU."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -139,3 +141,26 @@ def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask
     needed = counts.sum().add(len(x) - 1) // len(x)
     y = y * torch.where(needed > capacity, float("nan"), 1.0).to(x.dtype)
     return Trained(y, l1, counts.int(), active.sum(0).int(), needed)
+
+
+# Third parties' layers, as `twell measure --provider tests.factories.measure:NAME` takes them.
+
+
+def plain(w_gate, w_up, w_down, factor=1.0):
+    def call(x):
+        h = reference.activations(x, w_gate, w_up)[1]
+        y = factor * (h @ w_down.t())
+        return (y, h.abs().sum(1, dtype=torch.float32)) if w_up.requires_grad else y
+
+    return call
+
+
+wrong, empty = partial(plain, factor=1.4), partial(plain, factor=float("nan"))
+
+
+def refusing(*weights):
+    raise RuntimeError(f"K is {weights[1].shape[1]}; this layer needs 2048")
+
+
+def narrow(*weights):
+    return lambda x: x[:, 1:]

@@ -39,7 +39,7 @@ def test_a_model_is_measured_in_every_way(tmp_path):
     rows = language_model("0.5b", SMALL, **options)
     assert {name: len(rows) for name, rows in rows.items()} == {
         "model": 2 * 2 * 6,
-        "model_layers": 2 * 2 * 3,
+        "model_layers": 2 * 3,
         "decode": 2 * 3 * 6,
     }
     assert {row["mode"] for row in rows["model"] if row["batch"] == 2} == {"graph"}

@@ -1,5 +1,6 @@
 """One layer, forward and in training: every provider is checked and timed; wrong results."""
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -18,6 +19,7 @@ from twell.sparse.calibration import DEPENDS_ON, Calibration
 ops = pytest.importorskip("twell.sparse.ops")
 from twell.sparse import training_ops  # noqa: E402
 
+FOREIGN = "tests.factories.measure:"
 PROVIDERS = ["dense eager", "dense torch.compile", "dense"]
 PROVIDERS += ["triton rowwise", "triton union", "triton decode", "auto"]
 
@@ -82,6 +84,24 @@ def test_a_wrong_result_ends_the_command_before_anything_is_timed(
     assert not dense_kernels.timed and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(("backward", "mode"), [(False, "graph"), (False, "eager"), (True, None)])
+def test_third_parties_are_measured_beside_ours_with_their_errors(
+    dense_kernels, tmp_path, capsys, backward, mode
+):
+    names = [FOREIGN + name for name in ("plain", "wrong", "empty")]
+    options = {"backward": backward, "mode": mode, "out": tmp_path, "providers": names}
+    rows = ffn([70], [9], **SIZES, **options)
+    errors = {row["provider"]: row["relative_rms"] for row in rows}
+    plain, wrong, empty = (errors[name] for name in names)
+    assert plain < TOLERANCE["step"] and wrong == pytest.approx(0.4, abs=0.02)
+    assert empty == np.inf and all(row["p50"] for row in rows)
+    assert len(rows) == 3 + (4 if backward else len(PROVIDERS))
+    assert f"path {names[1]}  relative_rms {wrong}" in capsys.readouterr().out
+    table = pd.read_csv(tmp_path / ("training.csv" if backward else "ffn.csv"))
+    assert np.isfinite(table["relative_rms"]).sum() == len(rows) - 1
+    assert list(table["path"][-3:]) == names
+
+
 @pytest.mark.parametrize(("mode", "gated"), [("stream", True), ("eager", False)])
 def test_rows_of_training_say_what_was_measured(dense_kernels, tmp_path, mode, gated):
     dense_kernels.shown = lambda call: call() and [("nvjet", 0.5)] * 3
@@ -89,10 +109,10 @@ def test_rows_of_training_say_what_was_measured(dense_kernels, tmp_path, mode, g
     rows = ffn([70, 130], [20], ["even", "skewed"], **options, gated=gated, backward=True)
     assert all(list(row) == COLUMNS["training"] for row in rows)
     table = pd.read_csv(tmp_path / "training.csv")
-    sparse = {"stream": ["triton union", "triton hybrid"], "eager": ["triton"]}[mode]
-    assert list(table["provider"]) == 4 * ["dense eager", "dense torch.compile", *sparse]
-    paths = {"stream": training_ops.TRAIN_PATHS, "eager": ["union"]}[mode]
-    assert list(table["path"]) == 4 * ["dense", "dense", *paths] and set(table["mode"]) == {mode}
+    union = {"stream": "triton union", "eager": "triton"}[mode]
+    providers = ["dense eager", "dense torch.compile", union, "triton hybrid"]
+    assert list(table["provider"]) == 4 * providers and set(table["mode"]) == {mode}
+    assert list(table["path"]) == 4 * ["dense", "dense", *training_ops.TRAIN_PATHS]
     # 1.5 times what it needs, which SparseTraining knows after a first step.
     assert (table["capacity"].notna() == (table["path"] != "dense")).all()
     assert table["capacity"].dropna().between(1.4 * table["active"].min(), 96).all()

@@ -16,14 +16,21 @@ from twell.measure.model import language_model
 from twell.measure.trainer import train_step
 
 pytest.importorskip("triton")
+FOREIGN = "tests.factories.measure:"
 LAYER = [
     ({"patterns": ["evn"]}, "'evn'"),
     ({"tokens": [4, 0]}, "tokens holds 0"),
     ({"kernels": True}, "out"),
     ({"out": "."}, "ffn.csv has the columns"),
     ({"mode": "graph", "backward": True}, "'graph'"),
+    ({"providers": ["tests.none:x"]}, "provider tests.none:x: No module named 'tests.none'"),
+    ({"providers": [f"{FOREIGN}x"]}, f"provider {FOREIGN}x: .* no attribute 'x'.*module:function"),
+    ({"providers": [f"{FOREIGN}TINY"]}, f"provider {FOREIGN}TINY: is no function"),
+    ({"providers": ["tests.factories"]}, "provider tests.factories: is no function"),
+    ({"providers": [f"{FOREIGN}plain"], "bias": True}, "without biases"),
 ]
 MODEL = [
+    ({"providers": ["tests"]}, "provider tests: is no function"),
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
@@ -46,6 +53,21 @@ def test_mistakes_are_named(dense_kernels, tmp_path, monkeypatch, measured, opti
     (tmp_path / "ffn.csv").write_text("tokens,active,device\n1,2,x\n")
     with pytest.raises((ValueError, FileNotFoundError), match=words):
         measured(**options)
+    assert not dense_kernels.timed
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("refusing", "K is 32; this layer needs 2048"),
+        ("narrow", r"its results have the shapes .*31.*, expected .*4, 32"),
+    ],
+)
+def test_a_third_party_that_does_not_fit_is_named(dense_kernels, name, words, backward):
+    options = {"hidden_size": K, "intermediate_size": N, "backward": backward}
+    with pytest.raises(ValueError, match=f"{FOREIGN}{name} does not compute .*: {words}"):
+        ffn([4], [9], **options, providers=[FOREIGN + name])
     assert not dense_kernels.timed
 
 

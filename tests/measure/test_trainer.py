@@ -82,8 +82,6 @@ def test_a_step_is_that_of_the_model_itself(build):
         torch.testing.assert_close(parameter.detach(), stepped[name], msg=name)
 
 
-
-
 def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
     dense_kernels, monkeypatch, tmp_path
 ):
@@ -114,9 +112,9 @@ def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
     expected |= {"profile": "paper", "num_layers": 3}
     assert all((table[name] == value).all() for name, value in expected.items())
     assert (table["active_max"] > 1.3 * table["active"]).all()
-    checks = 4 * (trainer.CHECKED_STEPS + 1)
-    assert set(rates[:checks]) == {TrainConfig.load("quick").learning_rate}
-    assert set(rates[checks:]) == {0.0}  # timed steps leave the activity as it is
+    # Timed steps leave the activity as it is.
+    checked = [rate for rate in rates if rate]
+    assert checked == 4 * (trainer.CHECKED_STEPS + 1) * [TrainConfig.load("quick").learning_rate]
 
 
 @pytest.mark.parametrize("wrong", ["gradient", "loss", "dense layer"])

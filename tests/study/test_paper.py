@@ -1,5 +1,6 @@
 """The paper number by number: every claim has a number of ours, from data, and a verdict."""
 
+import pandas as pd
 import pytest
 
 from scripts import claims, lessons
@@ -56,7 +57,15 @@ def test_a_verdict_needs_the_size_the_margin_and_several_runs():
     assert verdicts[3:] == ["contradicted", "contradicted", "not testable"]
     same = [paper.no_change(value, 0.4) for value in (0.5, -0.5, 0.8, 1.5, -1.5)]
     assert same == ["reproduced", "reproduced", "not testable", "contradicted", "contradicted"]
-    assert paper.no_rise(-5, 0.4) == "reproduced" and paper.no_rise(1.5, 0.4) == "contradicted"
     assert paper.row("x", "1", "reproduced", seeds=1)["verdict"] == "one run"
     beyond = paper.row("x", "1", "beyond the paper", seeds=1)
     assert (beyond["ours"], beyond["beyond"], beyond["verdict"]) == ("", "1", "beyond the paper")
+
+
+def test_a_trend_that_hangs_on_one_point_says_so():
+    def rises(values):
+        return "reproduced" if values.iloc[-1] > values.iloc[0] + 1 else "not testable"
+
+    values = pd.Series([0.0, 3.0, 3.5], ["a", "b", "c"])
+    assert paper.hangs(rises, values) == "it hangs on one point: without a it is not testable"
+    assert paper.hangs(rises, values + [0, 0, 9]) == ""

@@ -97,6 +97,10 @@ def test_a_family_of_tests_is_corrected():
     assert analysis.holm(p).tolist()[:2] == [pytest.approx(0.08), pytest.approx(0.004)]
     assert analysis.holm(p).tolist()[3:] == [pytest.approx(0.06), 0.5]
     assert math.isnan(analysis.holm(p)[2])
+    # Half-widths of 95%: alone 2.2 is beyond one, of three differences it is not.
+    assert analysis.below(pd.Series([-2.2, -2.9]), pd.Series([2.0, 2.0])).tolist() == [True, True]
+    some = analysis.below(pd.Series([-2.2, 0.1, -5, 9, 0]), pd.Series([2.0] * 5))
+    assert some.tolist() == [False, False, True, False, False]
 
 
 def answers(run, right, task="arc_easy", seed=0):
@@ -167,3 +171,29 @@ def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
     table = analysis.speedups(speed_rows(500, 29.0, times, energy=[1000.0, 600.0, np.nan]))
     assert table["energy_per_token"].tolist() == near(2, 1.2, np.nan)
     assert table["energy_change"].tolist() == near(0, -40, np.nan)
+
+
+def test_ours_stand_beside_the_release_like_for_like(tmp_path):
+    third, words, card = "other.package:layer", analysis.PAPER, {"device": "card"}
+    ours = speed_rows(64, 28.5, {BASE: 6.0, UNION: 3.0, "triton rowwise": 4.0, words: 5.0}, **card)
+    newer = {BASE: 4.0, UNION: 2.5, third: 8.0, "triton union FP8": 1.0}
+    newer = speed_rows(64, 28.6, newer, **card, date="2026-12-01")
+    release = speed_rows(64, 29, {BASE: 6.0, "release": np.nan}, **card, what="layer", model="")
+    release = release.assign(speedup=[1.0, 1.25], relative_rms=[np.nan, 0.4])
+    together(ours, newer, speed_rows(64, 28.5, {BASE: 1, UNION: 0.1})).to_csv(tmp_path / "ffn.csv")
+    pd.concat([release, release.assign(tokens=99)]).to_csv(tmp_path / "release.csv")
+    table = analysis.like_for_like(analysis.Bench(tmp_path, device="card"))
+    assert list(table.index.get_level_values("tokens")) == [64, 99]
+    values = [1.2, 1.6, 4.0, 1.25, 0.5, 4.0, 0.4]
+    columns = [*analysis.SIDES, third, "dense, ms", "the release's error"]
+    assert table[columns].iloc[0].tolist() == near(*values)
+    assert table[analysis.SIDES].iloc[1].tolist() == near(np.nan, np.nan, np.nan, 1.25)
+
+
+def test_the_second_half_begins_at_the_half():
+    rows = [("dense", tokens, tokens / 10) for tokens in (0, 40, 100)]
+    rows += [("auto", *point) for point in ((0, 0), (40, 9), (50, 11), (100, 13))]
+    raced = pd.DataFrame(rows, columns=["backend", "tokens", "seconds"])
+    assert analysis.late_gain(raced) == pytest.approx(150)
+    raced = raced[raced["tokens"] != 50]  # between validations speed is even
+    assert analysis.late_gain(raced) == pytest.approx(100 * (5 / (13 - 29 / 3) - 1))

@@ -56,6 +56,8 @@ def shape(text: str) -> tuple[int, int]:
 
 Out = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
 Energy = Annotated[bool, flag("--energy", "Also energy: over a second more for each row.")]
+THIRD = "Also layers of package.module:function, with commas: docs/benchmarks.md."
+Providers = Annotated[str, option(THIRD, name="--provider", parser=separated(str))]
 Compile = Annotated[
     bool | None,
     flag("--compile/--no-compile", "Only compiled layers, or only eager ones; default: both."),
@@ -80,7 +82,7 @@ def ffn(
         str, option("Mean active neurons per token, with commas.", LAYER, parser=separated(float))
     ] = "29",
     patterns: Annotated[
-        str, option("Activity: skewed,even or one.", LAYER, name="--pattern", parser=separated(str))
+        str, option("Activity: some of skewed,even,lively.", LAYER, name="--pattern", parser=separated(str))
     ] = "skewed",
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
@@ -101,6 +103,7 @@ def ffn(
     energy: Energy = False,
     kernels: Annotated[bool, flag("--kernels", "Also each kernel of our paths.")] = False,
     auto: Annotated[bool, flag("--auto", "Of our paths auto alone.")] = False,
+    providers: Providers = "none",
     out: Out = BENCH,
 ) -> None:
     """Time one layer in bf16: dense, by each path of the kernels, and by auto.
@@ -174,6 +177,7 @@ def model(
         bool, flag("--graphs/--no-graphs", "Calls in CUDA graphs, or one after the other.")
     ] = True,
     energy: Energy = False,
+    providers: Providers = "none",
     out: Out = BENCH,
 ) -> None:
     """Time a language model in bf16: dense, sparse and by auto, eager and with compiled layers.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation
-from twell.sparse.layer import SparseFFN
 
 Weights = tuple[Tensor | None, Tensor, Tensor]
 TOLERANCE = {
@@ -154,9 +153,11 @@ class Exact:
         """
         return self._error("y", y, max(self.limit("layer"), allowed), what)
 
-    def check_step(self, tensors: dict[str, Tensor], what: str) -> tuple[str, float]:
+    def check_step(
+        self, tensors: dict[str, Tensor], what: str, allowed: float = 0.0
+    ) -> tuple[str, float]:
         """Return name and relative RMS error of the worst tensor; ArithmeticError as `check`."""
-        limit = self.limit("step")
+        limit = max(self.limit("step"), allowed)
         errors = {n: self._error(n, tensors[n], limit, f"{n} of {what}") for n in self.tensors}
         return max(errors.items(), key=lambda item: item[1])
 
@@ -190,10 +191,11 @@ def accept(error: float, limit: float, message: str) -> None:
 
 
 def relative(result: Tensor, exact: Tensor) -> float:
-    """Return the relative RMS error of a result; the RMS error where `exact` is zero."""
+    """Return the relative RMS error of a result (inf for a NaN); the RMS where `exact` is zero."""
     dtype = torch.promote_types(exact.dtype, torch.float32)
     exact = exact.to(dtype)
-    return float((result.to(dtype) - exact).norm()) / (float(exact.norm()) or 1.0)
+    error = float((result.to(dtype) - exact).norm()) / (float(exact.norm()) or 1.0)
+    return math.inf if math.isnan(error) else error
 
 
 def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
@@ -223,7 +225,7 @@ def exact_layer(layer: nn.Module, rows: Tensor, path: str | None = None) -> tupl
 
 
 @contextlib.contextmanager
-def hooked(ffns: Iterable[SparseFFN], hook: Callable, before: bool = False) -> Iterator[None]:
+def hooked(ffns: Iterable[nn.Module], hook: Callable, before: bool = False) -> Iterator[None]:
     """Call hook(index, layer, inputs, y) after each layer, or hook(index, layer, inputs) before."""
     with contextlib.ExitStack() as hooks:
         for index, ffn in enumerate(ffns):
@@ -232,18 +234,20 @@ def hooked(ffns: Iterable[SparseFFN], hook: Callable, before: bool = False) -> I
         yield
 
 
-def check_layers(ffns: Sequence[SparseFFN], run: Callable[[], object], what: str) -> float:
+def check_layers(
+    ffns: Iterable[nn.Module], run: Callable[[], object], what: str, allowed: float = 0.0
+) -> float:
     """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of the pass `run`.
 
-    Raises ArithmeticError, with the layer, above the tolerance.
+    Raises ArithmeticError, with the layer, above the tolerance and above `allowed`.
     """
     errors = []
 
-    def compare(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+    def compare(index: int, ffn: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
         rows = inputs[0].flatten(0, -2)
         sample = torch.arange(0, len(rows), max(1, len(rows) // SAMPLE), device=rows.device)
         exact, limit = exact_layer(ffn, rows[sample])
-        outputs = y.flatten(0, -2)[sample]
+        outputs, limit = y.flatten(0, -2)[sample], max(limit, allowed)
         errors.append(exact.check(outputs, f"layer {index} of {what}", limit))
 
     with hooked(ffns, compare):

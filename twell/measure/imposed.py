@@ -58,7 +58,8 @@ class Pattern:
 
 EVEN = Pattern()
 SKEWED = Pattern(popularity=0.6, liveliness=0.4, shared=0.3)
-PATTERNS = {"skewed": SKEWED, "even": EVEN}
+LIVELY = Pattern(popularity=0.4, liveliness=0.8, shared=0.5)
+PATTERNS = {"skewed": SKEWED, "even": EVEN, "lively": LIVELY}
 # Of models. With shared=0.1, unions of 64 and 128 tokens are within 10% of recorded ones at 7 to 45
 # active neurons of 5,632; with 0.3, which layers keep for the sake of recorded rows, 20% smaller.
 IMPOSED = Pattern(popularity=0.6, liveliness=0.4, shared=0.1)

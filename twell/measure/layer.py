@@ -1,8 +1,8 @@
 """One layer, forward or as in training: dense baselines, each path of the kernels, and "auto".
 
-A provider's layer is a module: `DenseLayer` of nn.Linear projections, or a `SparseFFN` whose
-backend and path are the provider's. In training, output, L1 term and gradients are compared with
-fp64 before a step is timed, and all providers have the same loss.
+A provider's layer is a module: `DenseLayer` of nn.Linear projections, a `SparseFFN` whose backend
+and path are the provider's, or `ThirdPartyLayer`, whose error has no limit. In training, output, L1
+term and gradients are compared with fp64 before a step is timed, and all providers have one loss.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from twell.measure.providers import (
     TRITON,
     UNION,
     Provider,
+    third_party,
 )
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import MODES, Call, Gpu, bench, compiled, repeat
@@ -72,13 +73,15 @@ def ffn(
     energy: bool = False,
     kernels: bool = False,
     auto: bool = False,
+    providers: Sequence[str] = (),
     out: str | Path | None = None,
 ) -> list[dict]:
     """Time one layer in bf16, and forward also in FP8: `twell measure ffn`, whose help has more.
 
     patterns: names of PATTERNS. mode: one of MODES (`runner`); default: graph up to 4,096 tokens,
-    else and in training stream. Returns the rows. Raises ValueError for unfit arguments,
-    ArithmeticError for a wrong result, RuntimeError without a GPU. Ours.
+    else and in training stream. providers: names for `ThirdPartyLayer`. Returns the rows. Raises
+    ValueError for unfit arguments, ArithmeticError for a wrong result of ours, RuntimeError without
+    a GPU. Ours.
     """
     tokens = tokens or (BACKWARD_TOKENS if backward else FORWARD_TOKENS)
     act = get_activation(activation, gated=gated, sparse=True)
@@ -89,7 +92,9 @@ def ffn(
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
     require(plain or not backward, "backward passes are timed of ReLU without biases")
+    require(plain or not providers, "third parties' layers are timed with ReLU, without biases")
     require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
+    third_parties = third_party(providers)
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
     rows = Rows(out, *kind.files)
     with torch.set_grad_enabled(backward):
@@ -98,6 +103,7 @@ def ffn(
             for name, mean in itertools.product(patterns, active):
                 shape = num_tokens, hidden_size, intermediate_size
                 options = {"mode": how, "gated": gated, "act": act, "bias": bias, "auto": auto}
+                options["third_parties"] = third_parties
                 case = kind.draw(gpu, shape, mean, name, **options)
                 case.measure(rows, kernels)
                 del case  # before the next one is drawn
@@ -185,6 +191,31 @@ class DenseLayer(nn.Module):
         return self.down_proj(h), h.abs().sum(-1, dtype=torch.float32)
 
 
+class ThirdPartyLayer(nn.Module):
+    """A third party's layer: x [.., K] -> y [.., K], by a function of its weights.
+
+    The function takes w_gate [N, K] (None without a gate), w_up [N, K] and w_down [K, N], and
+    returns a callable of x [M, K] that returns y [M, K]. Where the weights require gradients, it
+    returns y and the L1 term [M] as `DenseLayer.with_l1` does, with gradients of x and the weights.
+    """
+
+    def __init__(self, provider: Provider, weights: Weights):
+        super().__init__()
+        give(self, weights, bias=False)
+        parts = [getattr(self, name) for name in PROJECTIONS]
+        self.trains = trains = torch.is_grad_enabled()
+        given = (part and part.weight.requires_grad_(trains) for part in parts)
+        self.function = provider.load()(*given)
+
+    def forward(self, x: Tensor) -> Any:
+        rows = x.flatten(0, -2)
+        results = self.function(rows)
+        shapes = [tuple(one.shape) for one in (results if self.trains else (results,))]
+        expected = [tuple(rows.shape), (len(rows),)][: 1 + self.trains]
+        require(shapes == expected, f"its results have the shapes {shapes}, expected {expected}")
+        return results if self.trains else results.view(x.shape)
+
+
 def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
     """Set a layer's projections to nn.Linear of these weights, and of biases of zeros."""
     for name, weight in zip(PROJECTIONS, weights, strict=True):
@@ -215,6 +246,7 @@ class Case:
     act: Activation = RELU
     bias: bool = False
     auto: bool = False
+    third_parties: Sequence[Provider] = ()
     calibration: Calibration | None = None
     allowed: float = 0.0
 
@@ -267,15 +299,17 @@ class Case:
         ours = [Provider("triton", path) for path in ([] if self.auto else self.paths())] + [AUTO]
         plain = self.act == RELU and not self.bias
         if not plain or float8.why_not(self.x.device) is not None:
-            return [DENSE_EAGER, DENSE_COMPILED, *ours]
+            return [DENSE_EAGER, DENSE_COMPILED, *ours, *self.third_parties]
         dense = [Provider("dense", None, COMPILED, kind) for kind in (FP8, FP8_TENSOR)]
         in_fp8 = [replace(provider, precision=FP8) for provider in ours]
-        return [DENSE_EAGER, DENSE_COMPILED, *dense, *ours, *in_fp8]
+        return [DENSE_EAGER, DENSE_COMPILED, *dense, *ours, *in_fp8, *self.third_parties]
 
     def layer(self, provider: Provider, weights: Weights) -> nn.Module:
         """Return a provider's layer, not compiled. A dense provider with a path is a SparseFFN."""
         if provider.backend == "dense" and not provider.path:
             return DenseLayer(weights, self.bias, self.act, provider.precision)
+        if provider.third_party:
+            return ThirdPartyLayer(provider, weights)
         c = self.columns
         options = {"activation": self.act.name, "gated": self.gated, "device": "meta"}
         options["backend"] = provider.backend
@@ -291,7 +325,8 @@ class Case:
 
     def prepare(self, provider: Provider) -> Call:
         mode, layers = self.mode, [self.layer(provider, weights) for weights in self.sets]
-        by_compiling = provider.compiled or (mode == "compiled" and provider != DENSE_EAGER)
+        as_it_is = provider == DENSE_EAGER or provider.third_party
+        by_compiling = provider.compiled or (mode == "compiled" and not as_it_is)
         calls = [partial(compiled(one) if by_compiling else one, self.x) for one in layers]
         if mode == "stream":
             run, outputs = calls[0], [calls[0]()]
@@ -300,10 +335,10 @@ class Case:
             run()
         else:
             run, outputs = partial(repeat, calls, 1), [call() for call in calls]
-        path = provider.path or "dense"
+        path = provider.path or provider.backend
         if provider.backend == "auto":  # it plans for this card in its first call
             path = layers[0].chooser.path(len(self.x), EAGER if mode == "stream" else mode)
-        exact, limit = self.exact, self.allowed
+        exact, limit = self.exact, max(self.allowed, provider.allowed)
         if provider.in_fp8:
             exact, limit = exact_layer(layers[0], self.x, path)
             limit = max(limit, self.allowed) if path == "dense" else self.allowed
@@ -341,11 +376,11 @@ class TrainingCase(Case):
         return dy.to(x.dtype), torch.full(x.shape[:1], DL1, device=x.device)
 
     def providers(self) -> list[Provider]:
-        sparse = [UNION, HYBRID] if self.mode == "stream" else [TRITON]
-        return [DENSE_EAGER, DENSE_COMPILED, *sparse]
+        sparse = UNION if self.mode == "stream" else TRITON
+        return [DENSE_EAGER, DENSE_COMPILED, sparse, HYBRID, *self.third_parties]
 
     def prepare(self, provider: Provider) -> Call:
-        columns: dict = {"path": "dense", "capacity": None}
+        columns: dict = {"path": provider.backend, "capacity": None}
         if provider.backend == "triton":
             layer = self.layer(TRITON, self.sets[0])
             step = Step(layer.train(), partial(with_l1, layer), self)
@@ -356,10 +391,11 @@ class TrainingCase(Case):
             next(step.attempts)
             columns = {"path": layer.train_path or "dense", "capacity": layer.capacity}
         else:
-            layer = DenseLayer(self.sets[0])
-            function = compiled(layer.with_l1) if provider.compiled else layer.with_l1
-            step = Step(layer, function, self)
-        worst, error = self.exact.check_step(step(), f"{provider} at {self}")
+            layer = self.layer(provider, self.sets[0])
+            function = layer if provider.third_party else layer.with_l1
+            step = Step(layer, compiled(function) if provider.compiled else function, self)
+        what = f"{provider} at {self}"
+        worst, error = self.exact.check_step(step(), what, provider.allowed)
         columns |= {"worst": worst, "relative_rms": significant(error, 3)} | step.memory(self.gpu)
         return Call(step, columns, flush=self.mode == "stream", parts=[step])
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,9 @@ from twell.measure.providers import (
     FP8,
     FP8_ALL,
     Provider,
+    compilations,
     model_providers,
+    third_party,
 )
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import bench
@@ -38,7 +41,6 @@ from twell.sparse import float8
 from twell.sparse.layer import SparseFFN, captured_by_hand
 
 FILES = "model", "model_layers", "decode"
-TIMES = "dense", "sparse", "auto", "auto_path", "relative_rms"  # of layers alone
 ORDERED = "checkpoint ordered"  # the column `profile` where similar tokens are side by side
 Checkpoint = tuple[str, SparseLlamaForCausalLM, Sequence[int]]
 
@@ -62,6 +64,7 @@ def language_model(
     fp8: bool = False,
     graphs: bool = True,
     energy: bool = False,
+    providers: Sequence[str] = (),
     out: str | Path | None = None,
 ) -> dict[str, list[dict]]:
     """Time a language model in bf16: `twell measure model`, whose help explains the options.
@@ -70,9 +73,11 @@ def language_model(
     tokens of a text. ordered: similar tokens side by side. shapes: batches (sequences, tokens of
     each). Layers alone, and with `alike` the activity to impose, are of the first one. active:
     means, each imposed in turn. decode: numbers of documents to continue by GENERATION tokens.
+    providers: third parties' layers in forward passes, see `ThirdPartyLayer`.
 
     Returns the rows by file. Raises as `ffn` does. Paper: section 4.1, Table 1, Figs 4, 6, 10, 11.
     """
+    third_parties = third_party(providers)
     gpu, rows = runner.Gpu(energy), Rows(out, *FILES)
     decode = decode or ()
     least = min([*itertools.chain(*shapes), *decode, decode_context])
@@ -95,7 +100,9 @@ def language_model(
             order_tokens(model)
     subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
-    providers = model_providers(compiled, precisions=in_passes)
+    in_forward = model_providers(compiled, precisions=in_passes)
+    kinds = itertools.product(third_parties, compilations(compiled))
+    in_forward += [replace(one, compilation=kind) for one, kind in kinds]
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
     def measure(means: Sequence[float] | None) -> list[dict]:
@@ -111,10 +118,10 @@ def language_model(
             draw = functools.partial(imposed.draw_tokens, vocab_size, device=gpu.device)
         for shape in shapes:
             ids = draw(*shape)
-            passes, case, activity = measure_forward(subject, ids, providers)
+            passes, case, activity = measure_forward(subject, ids, in_forward)
             rows.add("model", passes)
-            timed = layers and not of_first
-            rows.add("model_layers", layer_rows(subject, ids, case, activity, timed))
+            if layers and not of_first:
+                rows.add("model_layers", layer_rows(subject, ids, case, activity))
             of_first = of_first or activity
             torch.cuda.empty_cache()
         for batch in decode:
@@ -171,35 +178,29 @@ def measure_forward(
     return rows, case, activity
 
 
-def layer_rows(
-    subject: Subject, ids: Tensor, case: dict, activity: Sequence[dict], timed: bool
-) -> list[dict]:
-    """Return rows of model_layers.csv; timed: with each layer alone, on its input in a dense pass.
-
-    Otherwise the cells of times are empty.
-    """
+def layer_rows(subject: Subject, ids: Tensor, case: dict, activity: Sequence[dict]) -> list[dict]:
+    """Return rows of model_layers.csv, of each layer alone on its input in a dense pass."""
     from twell.sparse import ops
 
     rows = []
-    for index, layer in enumerate(activity):
-        row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
-        row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
-        rows.append(row | dict.fromkeys(TIMES))
 
     def visit(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
         x, weights = inputs[0].flatten(0, -2), (ffn.first.weight, ffn.up_proj.weight)
         options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
         inputs = x, *weights, subject.by_neuron[index]
-        case = Case(subject.gpu, f"layer {index}", inputs, **options)
-        case.allowed = check.allowed(case.exact, case.x, case.sets[0])
-        sparse = Provider("triton", ops.choose(len(case.x)))
-        calls = bench(subject.gpu, case.prepare, [DENSE_COMPILED, sparse, AUTO])
+        alone = Case(subject.gpu, f"layer {index}", inputs, **options)
+        alone.allowed = check.allowed(alone.exact, alone.x, alone.sets[0])
+        sparse = Provider("triton", ops.choose(len(alone.x)))
+        calls = bench(subject.gpu, alone.prepare, [DENSE_COMPILED, sparse, AUTO])
         dense, by_path, auto = (call.columns for call in calls.values())
-        rows[index] |= {"dense": dense["p50"], "sparse": by_path["p50"], "auto": auto["p50"]}
-        rows[index] |= {"auto_path": auto["path"], "relative_rms": by_path["relative_rms"]}
+        layer = activity[index]
+        row = case | {"level": case["active"], "layer": index, "active": round(layer["mean"], 2)}
+        row |= {"p99": layer["p99"], "active_max": layer["max"], "union": round(layer["union"], 1)}
+        row |= {"dense": dense["p50"], "sparse": by_path["p50"], "auto": auto["p50"]}
+        row |= {"auto_path": auto["path"], "relative_rms": by_path["relative_rms"]}
+        rows.append(row)
 
-    if timed:
-        subject.become(DENSE_EAGER)
-        with check.hooked(subject.model.ffns, visit, before=True):
-            forward(subject.model, ids)
+    subject.become(DENSE_EAGER)
+    with check.hooked(subject.model.ffns, visit, before=True):
+        forward(subject.model, ids)
     return rows

@@ -5,7 +5,9 @@ A leaf: it imports no torch, so tables and figures use it too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import pkgutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -23,9 +25,10 @@ PRECISIONS = None, FP8, FP8_TENSOR, FP8_TORCHAO, FP8_ALL, "int8 weights", "int4 
 class Provider:
     """How a row's feed-forward layers are computed.
 
-    backend: "dense" (plain torch), "triton" (our kernels), "auto" or "reference". path: the path
-    that the kernels are forced to take; None where the layer takes its own. compilation: one of
-    COMPILATIONS. precision: one of PRECISIONS; None for the layer's own type.
+    backend: "dense" (plain torch), "triton" (our kernels), "auto", "reference", or a third party's
+    layer as "package.module:function". path: the path that the kernels are forced to take; None
+    where the layer takes its own. compilation: one of COMPILATIONS. precision: one of PRECISIONS;
+    None for the layer's own type.
     """
 
     backend: str
@@ -48,9 +51,32 @@ class Provider:
     @classmethod
     def parse(cls, name: str) -> Provider:
         """Return the provider of a recorded name. Raises ValueError for another name."""
+        backend, _, compilation = name.partition(" ")
+        if ":" in backend and compilation in ("", *COMPILATIONS[1:]):
+            return cls(backend, compilation=compilation or EAGER)
         if name not in _BY_NAME:
             raise ValueError(f"provider {name!r} is unknown; such as 'dense eager', 'triton union'")
         return _BY_NAME[name]
+
+    @property
+    def third_party(self) -> bool:
+        return ":" in self.backend
+
+    @property
+    def allowed(self) -> float:
+        """The relative RMS up to which a result is recorded: any of a third party's."""
+        return math.inf if self.third_party else 0.0
+
+    def load(self) -> Callable:
+        """Return the third party's function. Raises ValueError where there is none."""
+        try:
+            function = pkgutil.resolve_name(self.backend)
+            error = None if self.third_party and callable(function) else "is no function"
+        except (ImportError, AttributeError, ValueError) as mistake:
+            error = mistake
+        if error is not None:
+            raise ValueError(f"provider {self}: {error}; write package.module:function")
+        return function
 
     @property
     def compiled(self) -> bool:
@@ -88,6 +114,14 @@ _BY_NAME = {provider.name: provider for provider in _EVERY}
 def is_sparse(name: str) -> bool:
     """Return whether a recorded provider is forced to take a sparse path."""
     return Provider.parse(name).sparse_path
+
+
+def third_party(names: Sequence[str]) -> list[Provider]:
+    """Return the providers of third parties' layers. Raises ValueError for a name of nothing."""
+    providers = [Provider(name) for name in names]
+    for provider in providers:
+        provider.load()
+    return providers
 
 
 def compilations(compiled: bool | None, tuned: bool = False) -> list[str]:

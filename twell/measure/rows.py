@@ -48,8 +48,8 @@ OPTIONAL = {*f"{ENERGY} {WORK} idle forward wanted without_ffn largest".split()}
 OPTIONAL.add("largest_tokens_per_second")
 # The printed columns of a row, where they have values.
 SHOWN = (
-    "model batch context pattern tokens active layer kernel provider path p50 ms dense sparse auto "
-    "tokens_per_second first_token energy peak cross_entropy difference low high"
+    "model batch context pattern tokens active layer kernel provider path relative_rms p50 ms "
+    "dense sparse auto tokens_per_second first_token energy peak cross_entropy difference low high"
 ).split()
 
 

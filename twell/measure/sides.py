@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from twell.config import TrainConfig
 from twell.measure import check, imposed
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import PROJECTIONS, check_sizes
+from twell.measure.layer import PROJECTIONS, ThirdPartyLayer, check_sizes
 from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
@@ -30,6 +30,7 @@ from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import QUANTIZED
 from twell.sparse import calibration as plan
 from twell.sparse.float8 import Float8Linear
+from twell.sparse.layer import SparseFFN
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
@@ -78,7 +79,7 @@ class Linears:
     """The linear layers of a model in bf16, some of them in FP8 as a provider wants.
 
     A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
-    of attention are in FP8 too.
+    of attention are in FP8 too. A third party's feed-forward layers take the places of ours.
     """
 
     def __init__(self, model: SparseLlamaForCausalLM):
@@ -93,6 +94,8 @@ class Linears:
         ]
         self.in_fp8: tuple[str, ...] = ()
         self.quantized = functools.cache(Float8Linear.of)  # of the weights they had first
+        self.mlps = [(layer, layer.mlp) for layer in model.model.layers]
+        self.third_party = functools.cache(self._third_party)
 
     def become(self, provider: Provider) -> None:
         names = PROJECTIONS if provider.backend == "dense" else QUANTIZED
@@ -102,6 +105,12 @@ class Linears:
         for module, name, part in self.parts:
             if (name in names) != (name in before):  # others may be joined, see decode.py
                 setattr(module, name, self.quantized(part) if name in names else part)
+        for layer, ffn in self.mlps:
+            layer.mlp = self.third_party(provider.backend, ffn) if provider.third_party else ffn
+
+    def _third_party(self, backend: str, ffn: SparseFFN) -> ThirdPartyLayer:
+        parts = (getattr(ffn, name) for name in PROJECTIONS)
+        return ThirdPartyLayer(Provider(backend), [part and part.weight for part in parts])
 
 
 class Subject:
@@ -134,6 +143,8 @@ class Subject:
         for weight, layout in zip(self.down, layouts, strict=True):
             weight.data = layout
         self.linears.become(provider)
+        if provider.third_party:
+            return
         for ffn, calibration in zip(self.model.ffns, self.calibrations, strict=True):
             if ffn.chooser.quantized != provider.in_fp8:
                 ffn.chooser.quantized = provider.in_fp8
@@ -161,6 +172,8 @@ class Subject:
         """Return the number of layers by the path that computes `tokens` tokens: "union 38"."""
         from twell.sparse import ops
 
+        if provider.third_party:
+            return provider.backend
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
         # With many tokens, which are not captured, all situations have one plan.
         situation = plan.COMPILED if provider.compiled else plan.EAGER
@@ -172,7 +185,8 @@ class Subject:
         """Compare each layer of the pass `once` by a provider with fp64; return the worst error."""
         self.become(provider)
         what = f"{provider.backend} {provider.precision or 'bf16'} of {title}"
-        return check.check_layers(self.model.ffns, once, what)
+        mlps = [layer.mlp for layer in self.model.model.layers]
+        return check.check_layers(mlps, once, what, provider.allowed)
 
     def measure(
         self,
@@ -193,7 +207,7 @@ class Subject:
         columns; the model computes by the provider already. per_run: the calls that a run makes.
 
         Results are compared with exact ones, and with the first one, the dense provider's. A result
-        in FP8 has one limit, and is not compared with the first.
+        in FP8 has one limit, and is not compared with the first. A third party's has no limit.
         """
         kind, title = titles
         worst = functools.cache(lambda eager: self.check_layers(eager, once, title))
@@ -211,7 +225,7 @@ class Subject:
             what = f"{kind} ({title}) of {provider}"
             if provider.in_fp8:
                 check.accept(error, TOLERANCE["FP8 hidden states"], f"{what} are wrong")
-            else:
+            elif not provider.third_party:
                 limit = check.AS_DENSE * dense[0] if dense else TOLERANCE["hidden states"]
                 check.accept(error, limit, f"{what} are wrong")
                 dense = dense or (error, result)

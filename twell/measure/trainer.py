@@ -32,6 +32,7 @@ from twell.train.loop import adamw
 
 CHECKED_STEPS = 3  # optimiser steps before losses are compared
 L1_COEFFICIENT = 2e-5
+FIELDS = "context", "micro_batch", "precision", "checkpoint_activations"  # columns of rows
 LOSS_CHUNK = 4096  # tokens whose logits exist at a time
 COMPARED = (
     (f"the loss after {CHECKED_STEPS} steps", "loss"),
@@ -63,8 +64,9 @@ def train_step(
     trainer = Trainer(size, config, profile, active, gpu)
     kinds = itertools.product(compilations(compiled), (("dense", None), ("triton", "union")))
     providers = [Provider(backend, path, kind) for kind, (backend, path) in kinds]
-    for provider, call in bench(gpu, trainer.prepare, providers, "optimizer").items():
-        rows.add("train_step", [trainer.row(provider, call.columns)])
+    for call in bench(gpu, trainer.prepare, providers, "optimizer").values():
+        speed = round(1e3 * trainer.tokens.numel() / call.columns["p50"])
+        rows.add("train_step", [call.columns | {"tokens_per_second": speed}])
     return rows.by_file["train_step"]
 
 
@@ -190,22 +192,18 @@ class Trainer:
             raise ArithmeticError(f"{what} computed a layer densely")
         # Training changed the activity, and so the capacity; timed steps have the first weights.
         self.sparse = SparseTraining(self.model)
-        columns = {"loss": significant(results[0], 6), "grad_norm": significant(results[1], 4)}
-        return Call(self.step, columns, enter=functools.partial(self.become, provider, 0.0))
-
-    def row(self, provider: Provider, columns: dict) -> dict:
-        """Return the row of a provider that was timed."""
-        self.become(provider, 0.0)
+        enter = functools.partial(self.become, provider, 0.0)
+        enter()
         self.step()  # allocates the optimiser's state
-        fields = "context", "micro_batch", "precision", "checkpoint_activations"
-        row = model_columns(self.name, self.model, self.profile) | columns
-        row |= {name: getattr(self.config, name) for name in fields}
-        return row | {
+        columns = model_columns(self.name, self.model, self.profile) | {
+            **{name: getattr(self.config, name) for name in FIELDS},
             "active": round(float(np.mean(self.active)), 2),
             "active_max": round(max(self.active), 2),
             "provider": provider.name,
             "path": provider.path or "dense",
             "capacity": self.sparse.capacity if provider.path else None,
-            "tokens_per_second": round(1e3 * self.tokens.numel() / columns["p50"]),
+            "loss": significant(results[0], 6),
+            "grad_norm": significant(results[1], 4),
             "peak": self.gpu.peak(self.step)[1],
         }
+        return Call(self.step, columns, enter=enter)

@@ -36,6 +36,11 @@ def ffn_twell(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, comp
         return rowwise.ffn(x, aligned(weights), compression=compression)
 
 
+def layer(w_gate, w_up, w_down):
+    """The layer by the paper's inference: `twell measure --provider twell.sparse.paper:layer`."""
+    return lambda x: ffn_twell(x, w_gate, w_up, w_down)
+
+
 @ffn_twell.register_fake
 def _(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=8):
     gate.check_compression(compression)
