@@ -160,13 +160,17 @@ def words_of(entries):
 
 
 @gluon.jit
+def first_bits(number):
+    """Ones in so many places of a word."""
+    return gl.where(number >= 32, -1, (1 << gl.minimum(gl.maximum(number, 0), 31)) - 1)
+
+
+@gluon.jit
 def store_words(bits, row, column, limit, bits_ptr, bits_stride, BY_NEURON: gl.constexpr):
     """Stores words of a panel; bits of columns from `limit` on are 0: relu(bias) is not active."""
     layout: gl.constexpr = bits.type.layout
     words = column // 32 + gl.arange(0, bits.shape[1], layout=gl.SliceLayout(0, layout))
-    inside = limit - words * 32
-    mask = gl.where(inside >= 32, -1, (1 << gl.minimum(gl.maximum(inside, 0), 31)) - 1)
-    bits &= gl.expand_dims(mask, 0)
+    bits &= gl.expand_dims(first_bits(limit - words * 32), 0)
     rows = row + gl.arange(0, bits.shape[0], layout=gl.SliceLayout(1, layout))
     words, rows = gl.expand_dims(words, 0), gl.expand_dims(rows, 1)
     if BY_NEURON:
@@ -256,12 +260,13 @@ def by_entry(rows):
 
 
 @gluon.jit
-def store_twell(g, count, row, column, M, outputs, S: gl.constexpr):
+def store_twell(g, count, row, column, limits, outputs, S: gl.constexpr):
     """Stores the words of g [64, 64] behind the `count` [64] before; returns the count with them.
 
     The tile's last panel stores its count. See paper/gate.py.
     """
     rest, words_ptr, num_tiles = outputs
+    M, N = limits
     entries = entries_of(g)
     bits = gl.split(words_of(entries))
     entries = gl.split(gl.permute(entries, [0, 2, 3, 1]))
@@ -274,16 +279,16 @@ def store_twell(g, count, row, column, M, outputs, S: gl.constexpr):
     rows = row + gl.arange(0, 64, layout=of_rows)
     tile = rows * num_tiles + column // 256
     for i in gl.static_range(2):
+        # Beyond the last neuron and token 0 times an infinity is NaN, which is not active.
         word = gl.convert_layout(bits[i], of_rows, assert_trivial=True)
+        word = gl.where(rows < M, word & first_bits(N - column - 32 * i), 0)
         slot = 1 + by_entry(count) + earlier_bits(by_entry(word), 32 - place)
         neuron = column + 32 * i + place
         high = high_halves(gl.convert_layout(entries[i], layout, assert_trivial=True))
-        active = high != 0
-        if rest is None:
-            first = by_entry(tile * S)
+        active = (by_entry(word) << (31 - place)) < 0
+        if rest == 0:
             active &= slot < S
-        else:
-            first = gl.where(slot < S, by_entry(tile * S), by_entry(tile * 256 - S + rest))
+        first = gl.where(slot < S, by_entry(tile * S), by_entry(tile * 256 - S + rest))
         gl.store(words_ptr + (first + slot), high | neuron, mask=active)
         count += popcount(word)
     gl.store(words_ptr + tile * S, count, mask=(rows < M) & (column % 256 == 192))
@@ -291,11 +296,14 @@ def store_twell(g, count, row, column, M, outputs, S: gl.constexpr):
 
 
 @gluon.jit
-def store_part(g, count, buffers, i, place, limit, outputs, BY_NEURON: gl.constexpr, S: gl.constexpr):
-    """Stores panel i of a tile; limit: see `store_words`, and with S the number of tokens."""
+def store_part(
+    g, count, buffers, i, place, limits, outputs, BY_NEURON: gl.constexpr, S: gl.constexpr
+):
+    """Stores panel i of a tile. limits: M and N."""
     if S > 0:
-        count = store_twell(g, count, *place, limit, outputs, S)
+        count = store_twell(g, count, *place, limits, outputs, S)
     else:
+        limit = limits[0] if BY_NEURON else limits[1]
         store_panel(g, buffers.index(i % 2), *place, limit, outputs, BY_NEURON)
     return count
 
@@ -368,7 +376,6 @@ def consumer(
     BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
     dtype: gl.constexpr = ring[0].dtype if S > 0 else outputs[0].dtype
     layout: gl.constexpr = product_layout(256, BITS)
-    limit = M if BY_NEURON or S > 0 else N
     acc = gl.zeros([64, 256], gl.float32, layout)
     before = panels_of(acc.to(dtype), BITS)  # of the tile before, not yet stored
     row_before, column_before, step = 0, 0, 0
@@ -385,7 +392,7 @@ def consumer(
             acc = multiply(acc, ring, step, i == 0, HALF, STAGES)
             if step >= num_steps:
                 place = row_before, column_before + i * 64
-                count = store_part(before[i], count, g_buffers, i, place, limit, outputs, BY_NEURON, S)
+                count = store_part(before[i], count, g_buffers, i, place, (M, N), outputs, BY_NEURON, S)
             acc = release(acc, ring, step, i == 0, STAGES)
             step += 1
         for _ in range(4, num_steps):
@@ -405,7 +412,7 @@ def consumer(
     count = gl.zeros([64], gl.int32, row_layout())
     for i in gl.static_range(4):
         place = row_before, column_before + i * 64
-        count = store_part(before[i], count, g_buffers, i, place, limit, outputs, BY_NEURON, S)
+        count = store_part(before[i], count, g_buffers, i, place, (M, N), outputs, BY_NEURON, S)
     if S == 0:
         tma.store_wait(0)
 
@@ -422,7 +429,7 @@ def gate_hopper_kernel(
 
     A tile has 128 rows and 256 columns. K is at least 4 BK, and there is a tile for each program.
     By tokens there is no bias, and no scale. With S slots a tile the words of paper/gate.py go to
-    bits_ptr, bits_stride counts the tiles of a token, and g_desc is the place of `rest`, or None.
+    bits_ptr, bits_stride counts the tiles of a token, and g_desc is the place of `rest` or 0.
     """
     gl.static_assert(BM == (256 if BY_NEURON else 128) and BM + BN == 384)
     gl.static_assert(BY_NEURON or (b_ptr is None and x_scale_ptr is None))

@@ -37,9 +37,6 @@ gate_neurons_hopper     | BM BN BK STAGES GROUP w s | | | | 256 128 64 4 4 4 1
 gate_neurons_hopper_fp8 | BM BN BK STAGES GROUP w s | | | | 256 128 128 4 4 4 1
 gate_tokens_hopper      | BM BN BK STAGES GROUP w s | | | | 128 256 64 4 8 4 1
 
-128 x 256 with 8 warps: 0.87 ms; 4 warps 1.29, 32 x 256 1.86 [Row-wise].
-gate_words     | BM BN BK w s | 16 256 32 4 2 | 64 256 32 8 3 | 32 256 32 4 3 | 128 256 64 8 3
-
 One pass over the words of a block; not tuned.
 union_lists       | CHUNK w s    | 4096 8 1
 

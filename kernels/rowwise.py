@@ -52,19 +52,25 @@ WORKSPACE_BYTES = 2**30
 
 
 @direct
-@triton.jit
-def token_lists_kernel(g_ptr, bits_ptr, words_ptr, N, width, stride, WORDS: tl.constexpr):
-    """The words of one token."""
-    row = tl.program_id(0).to(tl.int64)
-    place_in_row = tl.arange(0, WORDS)
+@triton.jit(do_not_specialize=["rest"])
+def token_lists_kernel(
+    g_ptr, bits_ptr, words_ptr, rest, N, width, stride, WORDS: tl.constexpr, SLOTS: tl.constexpr
+):
+    """The words of 32 WORDS neurons of one token: their number, and so many as fit `stride` places.
+
+    With SLOTS they are a tile of paper/gate.py, and the others go to words_ptr[rest:].
+    """
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place_in_row = tile * WORDS + tl.arange(0, WORDS)
     num_words = tl.cdiv(N, 32)
     bits = tl.load(
         bits_ptr + row * (width // 32) + place_in_row, mask=place_in_row < num_words, other=0
     )
     count = popcount(bits)
     place = 1 + tl.cumsum(count, 0) - count
-    words_ptr += row * stride
-    tl.store(words_ptr, tl.sum(count, 0))
+    tile_ptr = words_ptr + row * stride + tile * SLOTS
+    rest_ptr = words_ptr + rest + (row * tl.num_programs(1) + tile) * (32 * WORDS) - SLOTS
+    tl.store(tile_ptr, tl.sum(count, 0))
     # Each lane takes one bit of its word at a time, the lowest first.
     for _ in range(0, tl.max(count, 0)):
         lowest = bits & -bits
@@ -72,7 +78,12 @@ def token_lists_kernel(g_ptr, bits_ptr, words_ptr, N, width, stride, WORDS: tl.c
         neurons = place_in_row * 32 + popcount(lowest - 1)
         g = tl.load(g_ptr + row * width + neurons, mask=lowest != 0, other=0.0)
         words = (g.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | neurons.to(tl.uint32)
-        tl.store(words_ptr + place, words.to(tl.int32, bitcast=True), mask=lowest != 0)
+        words = words.to(tl.int32, bitcast=True)
+        fits = (SLOTS == 0) | (place < SLOTS)
+        tl.store(tile_ptr + place, words, mask=(lowest != 0) & fits)
+        if SLOTS > 0:
+            if rest > 0:
+                tl.store(rest_ptr + place, words, mask=(lowest != 0) & (place >= SLOTS))
         place += 1
 
 
@@ -219,14 +230,16 @@ def ffn(
             )
         # Words behind the last neuron of a row are not written.
         words = torch.empty(num_tokens, length, dtype=torch.int32, device=device)
-        token_lists_kernel[(num_tokens,)](
+        token_lists_kernel[(num_tokens, 1)](
             g,
             bits,
             words,
+            0,
             intermediate_size,
             g.shape[1],
             length,
             WORDS=words_of_bits,
+            SLOTS=0,
             **launch_options("token_lists", device),
         )
         rowwise_kernel[(num_tokens, cdiv(hidden_size, options["BK"]))](

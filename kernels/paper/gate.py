@@ -3,8 +3,11 @@
 A tile of the product is one of the format: 256 neurons of a token become 256 / C words. Word 0 is
 the true count of non-zeros. Each of the others is a non-zero: its 16 bits above the 16 of its
 neuron. A tile with 256 / C or more has no room for the last ones, which go to `rest`; nothing else
-of that is touched. On sm_90, gate_hopper.py computes the same words. Here the scan and the
-scattered stores take more than half as long as the product.
+of that is touched.
+
+On sm_90, gate_hopper.py packs while it multiplies. Elsewhere, and with a bias, the words are made
+from the bits of gate.py as those of a whole row: Triton moves scattered stores between threads,
+through more shared memory than there is.
 
     x [M, K]    w [N, K]    b [N] or None    T = ceil(N / 256)
     words [M, T * 256 / C] int32    rest [M, T * 256] int32, behind them in one buffer
@@ -15,67 +18,15 @@ Paper: App. A.1; `rest` is ours. Reference: twell.sparse.reference.gate_pack.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, narrow, relu, with_bias
-from twell.kernels.gate import tile_of, tile_product
-from twell.kernels.launch import descriptor, direct
-from twell.kernels.options import (
-    GATE_GROUP,
-    hopper_gate,
-    hopper_name,
-    launch_options,
-    num_processors,
-)
+from twell.kernels.common import cdiv
+from twell.kernels.gate import gate_bits
+from twell.kernels.options import hopper_gate, hopper_name, launch_options, num_processors
+from twell.kernels.rowwise import token_lists_kernel
 
 TILE_N = 256  # the paper's tile, and the widest product of one tensor-core instruction of Hopper
 COMPRESSIONS = 2, 4, 8, 16
-
-
-@direct
-@triton.jit(do_not_specialize=["M", "N"])
-def gate_words_kernel(
-    x_desc,
-    w_desc,
-    b_ptr,
-    words_ptr,
-    rest,
-    M,
-    N,
-    K,
-    num_programs,
-    GROUP: tl.constexpr,
-    S: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """The words of a queue of tiles, one tile of the product for one of the format."""
-    num_row_tiles = tl.cdiv(M, BM)
-    num_column_tiles = tl.cdiv(N, BN)
-    for number in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, num_programs):
-        row_tile, column_tile = tile_of(number, num_row_tiles, num_column_tiles, GROUP)
-        columns = column_tile * BN + tl.arange(0, BN)
-        token, neuron = row_tile * BM, column_tile * BN
-        acc = tile_product(x_desc, w_desc, token, neuron, K, BM, BN, BK, False)
-        acc = relu(with_bias(acc, b_ptr, columns, N, False))
-        g = narrow(tl.where((columns < N)[None, :], acc, 0.0), x_desc.dtype)
-        active = g.to(tl.float32) != 0
-        # The first non-zero of a row goes to word 1, its inclusive prefix sum: word 0 is the count.
-        slot = tl.cumsum(active.to(tl.int32), 1)
-        words = (g.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | columns.to(tl.uint32)[None, :]
-        rows = row_tile * BM + tl.arange(0, BM)
-        inside = (rows < M)[:, None]
-        tiles = (rows.to(tl.int64) * num_column_tiles + column_tile)[:, None]
-        words = words.to(tl.int32, bitcast=True)
-        tl.store(words_ptr + tiles * S + slot, words, mask=active & (slot < S) & inside)
-        if rest is not None:
-            rest_ptrs = words_ptr + rest + tiles * BN + slot - S
-            tl.store(rest_ptrs, words, mask=active & (slot >= S) & inside)
-        count = tl.sum(active.to(tl.int32), 1)[:, None]
-        tl.store(words_ptr + tiles * S, count, mask=inside)
 
 
 def check_compression(compression: int) -> None:
@@ -96,36 +47,35 @@ def gate_words(x: Tensor, w: Tensor, b: Tensor | None = None, compression: int =
         len(x), cdiv(len(w), TILE_N) * (TILE_N // compression), dtype=torch.int32, device=x.device
     )
     if len(x):
-        store_words(x, w, b, words, TILE_N // compression, None)
+        store_words(x, w, b, words, TILE_N // compression, 0)
     return words
 
 
 def store_words(
-    x: Tensor, w: Tensor, b: Tensor | None, words: Tensor, num_slots: int, rest: int | None
+    x: Tensor, w: Tensor, b: Tensor | None, words: Tensor, num_slots: int, rest: int
 ) -> None:
-    """Writes words of tiles with `num_slots` slots; the others to words[rest:] unless it is None.
+    """Writes words of tiles with `num_slots` slots; the others to words[rest:] unless it is 0.
 
     Unused slots stay as they are.
     """
     num_tokens, (intermediate_size, hidden_size) = x.shape[0], w.shape
-    num_column_tiles = cdiv(intermediate_size, TILE_N)
-    hopper = words.numel() < 2**31  # its places are int32
-    hopper = hopper and hopper_gate(num_tokens, w, x.device, by_neuron=False, bias=b is not None)
-    options = launch_options(hopper_name(False) if hopper else "gate_words", x.device)
-    options = {"GROUP": GATE_GROUP, "S": num_slots} | options
-    num_tiles = cdiv(num_tokens, options["BM"]) * num_column_tiles
-    num_programs = min(num_processors(x.device), num_tiles)
-    sizes = num_tokens, intermediate_size, hidden_size
-    of_x, of_w = [options["BM"], options["BK"]], [TILE_N, options["BK"]]
-    if hopper:
+    num_tiles = cdiv(intermediate_size, TILE_N)
+    fits = words.numel() < 2**31  # gate_hopper.py has places in int32
+    if fits and hopper_gate(num_tokens, w, x.device, by_neuron=False, bias=b is not None):
         from twell.kernels.gate_hopper import blocks, gate_hopper_kernel
 
-        given = None, None, None, rest, words, None, None, *sizes, num_column_tiles, num_programs
-        gate_hopper_kernel[(num_programs,)](
-            blocks(x, of_x), blocks(w, of_w), *given, BY_NEURON=False, **options
-        )
-    else:
-        descriptors = descriptor(x, of_x), descriptor(w, of_w)
-        gate_words_kernel[(num_programs,)](
-            *descriptors, b, words, rest, *sizes, num_programs, **options
-        )
+        options = launch_options(hopper_name(False), x.device)
+        num_programs = min(num_processors(x.device), cdiv(num_tokens, options["BM"]) * num_tiles)
+        sizes = num_tokens, intermediate_size, hidden_size, num_tiles, num_programs
+        descriptors = blocks(x, [options["BM"], options["BK"]]), blocks(w, [TILE_N, options["BK"]])
+        given = *descriptors, None, None, None, rest, words, None, None, *sizes
+        gate_hopper_kernel[(num_programs,)](*given, BY_NEURON=False, S=num_slots, **options)
+        return
+    g, bits = gate_bits(x, w, b, by_neuron=False)
+    sizes = intermediate_size, g.shape[1], num_tiles * num_slots
+    token_lists_kernel[(num_tokens, num_tiles)](
+        *(g, bits, words, rest, *sizes),
+        WORDS=TILE_N // 32,
+        SLOTS=num_slots,
+        **launch_options("token_lists", x.device),
+    )

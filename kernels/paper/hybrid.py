@@ -373,66 +373,54 @@ def hybrid_backup_backward_kernel(
             store_transposed(transpose, of_token, of_neuron, g != 0, h, du, dg, M, N, GATED)
 
 
-@triton.jit
-def _backup_gradient(a_ptr, x_ptr, dw_ptr, db_ptr, backup, M, K, BM, BN, BK):
-    """Rows of one weight gradient: backup rows a [., M] times x [M, K]; db gets their sums."""
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    rows, valid, neurons, some = owned_rows(backup, BM)
-    if some:
-        columns = tl.program_id(1) * BN + tl.arange(0, BN)
-        inside = (columns < K)[None, :]
-        acc = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, M, BK):
-            tokens = start + tl.arange(0, BK)
-            a_place = rows.to(tl.int64)[:, None] * M + tokens[None, :]
-            x_place = tokens.to(tl.int64)[:, None] * K + columns[None, :]
-            a = tl.load(a_ptr + a_place, mask=valid[:, None] & (tokens < M)[None, :], other=0.0)
-            x = tl.load(x_ptr + x_place, mask=(tokens < M)[:, None] & inside, other=0.0)
-            acc = tl.dot(wide(a), wide(x), acc)
-        if dw_ptr is not None:
-            dw_ptrs = dw_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
-            tl.store(dw_ptrs, narrow(acc, dtype), mask=valid[:, None] & inside)
-        # A loop of its own, as l1 of hybrid_backup_product_kernel.
-        if db_ptr is not None:
-            if tl.program_id(1) == 0:
-                bias = _row_sums(a_ptr, rows, valid, M, False, BM, BK)
-                tl.store(db_ptr + neurons, narrow(bias, dtype), mask=valid)
-
-
 @direct
 @triton.jit(do_not_specialize=["M"])
 def hybrid_backup_gradients_kernel(
     x_ptr,
     dy_ptr,
     transpose,
-    dwd_ptr,
-    dwu_ptr,
-    dwg_ptr,
-    dbu_ptr,
-    dbg_ptr,
+    weights,
+    biases,
     backup,
     M,
     K,
+    PLANES: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Rows of the weight gradients of neurons with a backup row, and their bias gradients.
+    """Rows of the gradients of w_down_t, w_up and w_gate: a backup row [M] times dy or x [M, K].
 
-    The three products run beside each other: one alone does not fill the device.
+    The bias gradients are the rows' sums. Products run beside each other: one alone does not fill
+    the device.
     """
-    rows_ptr = transpose.planes + transpose.lists_size
-    if tl.program_id(2) == 0:
-        if dwd_ptr is not None:
-            _backup_gradient(rows_ptr, dy_ptr, dwd_ptr, None, backup, M, K, BM, BN, BK)
-    elif tl.program_id(2) == 1:
-        if dwu_ptr is not None or dbu_ptr is not None:
-            rows_ptr += transpose.plane_size
-            _backup_gradient(rows_ptr, x_ptr, dwu_ptr, dbu_ptr, backup, M, K, BM, BN, BK)
-    else:
-        if dwg_ptr is not None or dbg_ptr is not None:
-            rows_ptr += 2 * transpose.plane_size.to(tl.int64)
-            _backup_gradient(rows_ptr, x_ptr, dwg_ptr, dbg_ptr, backup, M, K, BM, BN, BK)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    rows, valid, neurons, some = owned_rows(backup, BM)
+    for plane in tl.static_range(PLANES):
+        dw_ptr, db_ptr = weights[plane], biases[plane]
+        if some & (tl.program_id(2) == plane):
+            a_ptr = transpose.planes + transpose.lists_size
+            a_ptr += plane * transpose.plane_size.to(tl.int64)
+            other_ptr = dy_ptr if plane == 0 else x_ptr
+            if dw_ptr is not None:
+                columns = tl.program_id(1) * BN + tl.arange(0, BN)
+                inside = (columns < K)[None, :]
+                acc = tl.zeros((BM, BN), tl.float32)
+                for start in range(0, M, BK):
+                    tokens = start + tl.arange(0, BK)
+                    a_place = rows.to(tl.int64)[:, None] * M + tokens[None, :]
+                    place = tokens.to(tl.int64)[:, None] * K + columns[None, :]
+                    a_inside = valid[:, None] & (tokens < M)[None, :]
+                    a = tl.load(a_ptr + a_place, mask=a_inside, other=0.0)
+                    b = tl.load(other_ptr + place, mask=(tokens < M)[:, None] & inside, other=0.0)
+                    acc = tl.dot(wide(a), wide(b), acc)
+                dw_ptrs = dw_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
+                tl.store(dw_ptrs, narrow(acc, dtype), mask=valid[:, None] & inside)
+            # A loop of its own, as l1 of hybrid_backup_product_kernel.
+            if db_ptr is not None:
+                if tl.program_id(1) == 0:
+                    bias = _row_sums(a_ptr, rows, valid, M, False, BM, BK)
+                    tl.store(db_ptr + neurons, narrow(bias, dtype), mask=valid)
 
 
 def backup_grid(num_rows: int, num_columns: int, options: dict[str, int]) -> tuple[int, int]:
@@ -547,7 +535,9 @@ def _weight_gradients(
         **launch_options("hybrid_weights", x.device),
     )
     options = launch_options("hybrid_gradients", x.device)
-    grid = *backup_grid(backup.num_rows, hidden_size, options), len(transpose.planes)
-    hybrid_backup_gradients_kernel[grid](
-        x, dy, transpose, *weights, *biases, backup, num_tokens, hidden_size, **options
+    planes = len(transpose.planes)  # non-gated there is no dg
+    hybrid_backup_gradients_kernel[*backup_grid(backup.num_rows, hidden_size, options), planes](
+        *(x, dy, transpose, weights, (None, *biases), backup, num_tokens, hidden_size),
+        PLANES=planes,
+        **options,
     )

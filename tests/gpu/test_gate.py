@@ -89,7 +89,7 @@ def test_the_same_bits_at_the_sizes_of_a_layer(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("m, n, k", [(1, 300, 528), (129, 257, 2048), (1000, 5632, 2048)])
+@pytest.mark.parametrize("m, n, k", [(1, 300, 528), (100, 257, 2048), (1000, 5632, 2048)])
 def test_the_same_twell_words_and_rest(m, n, k, dtype, monkeypatch):
     case = random_case(m, n, k, dtype, nan=True)  # half of the neurons are active: tiles overflow
     num_words = m * -(-n // 256) * 32
