@@ -116,9 +116,9 @@ def test_measurements_get_everything(monkeypatch, tmp_path):
     expected |= {"gated": False, "bias": True, "mode": "graph", "out": Path("build/bench")}
     assert expected.items() <= options.items()
 
-    words = "model 1.5b num_layers=2 --provider a.b:c,d:e --batches 4x64,1x128 --spread flat --layers "
-    words += "--active 2.5,9 --decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --no-graphs --out x"
-    assert main(["measure", *words.split()]) == 0
+    words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
+    words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
+    assert main(["measure", *words.split(), "--provider", "a.b:c,d:e"]) == 0
     _, options = given.pop()
     expected = dict(size="1.5b", overrides=["num_layers=2"], shapes=[(4, 64), (1, 128)])
     expected |= dict(profile="flat", active=[2.5, 9.0])
