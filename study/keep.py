@@ -130,12 +130,6 @@ def answers(
     return pd.DataFrame(rows, columns=["task", "correct", "by_bytes"])
 
 
-def block_losses(model: torch.nn.Module, blocks: list[list[int]]) -> pd.DataFrame:
-    """Return the mean loss of each validation block (nats), as rows of `answers`."""
-    losses = [round(-float(logprob.mean()), 4) for logprob, _ in scored(model, blocks)]
-    return pd.DataFrame({"task": "held_out_text", "nats": losses})
-
-
 def keep_run(run: Path, out: Path, command: str) -> None:
     """Copy the small files of a run, the log compressed; the provenance has this command too."""
     folder = out / "runs" / run.name
@@ -174,7 +168,9 @@ def main() -> None:
         analysis.kept_activity(counted).to_csv(path, index=False)
 
     def answer(model: torch.nn.Module, name: str) -> int:
-        table = pd.concat([answers(model, tokenizer, asked), block_losses(model, blocks)])
+        losses = [round(-float(logprob.mean()), 4) for logprob, _ in scored(model, blocks)]
+        losses = pd.DataFrame({"task": "held_out_text", "nats": losses})  # of each block
+        table = pd.concat([answers(model, tokenizer, asked), losses])
         content = lzma.compress(table.to_csv(index=False).encode())
         results.write_atomically(given.out / "eval" / f"{name}.csv.xz", content)
         return len(table)

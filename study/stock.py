@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import twell
 from twell import results
-from twell.measure import imposed, runner
+from twell.measure import check, imposed, runner
 from twell.measure.runner import Call, bench
 from twell.measure.sides import random_model
 
@@ -33,58 +33,52 @@ BATCHES = {
 MODES = {"compiled": None, "reduce-overhead": "reduce-overhead"}  # of torch.compile
 
 
-class Pair:
-    """A stock model and its sparsified copy."""
+def pair(gpu: runner.Gpu) -> dict[str, LlamaForCausalLM]:
+    """Return a stock model and its sparsified copy."""
+    model, config = random_model(*SIZES, 4096, gpu.device)
+    imposed.impose(model, [ACTIVE] * config.num_layers)
+    kept = {k: v for k, v in model.config.to_dict().items() if k in LlamaConfig().to_dict()}
+    with gpu.device:
+        stock = LlamaForCausalLM(LlamaConfig(**kept)).to(torch.bfloat16).eval()
+    stock.load_state_dict(model.state_dict())
+    sparse = twell.sparsify(copy.deepcopy(stock.requires_grad_(False)), backend="auto")
+    ids = imposed.draw_tokens(config.vocab_size, 4, 2048, device=gpu.device)
+    twell.tune(sparse, {"input_ids": ids, "use_cache": False})
+    return {"dense": stock, "auto": sparse}
 
-    def __init__(self):
-        self.gpu = runner.Gpu()
-        size, overrides = SIZES
-        model, config = random_model(size, overrides, 4096, self.gpu.device)
-        imposed.impose(model, [ACTIVE] * config.num_layers)
-        kept = {k: v for k, v in model.config.to_dict().items() if k in LlamaConfig().to_dict()}
-        with self.gpu.device:
-            stock = LlamaForCausalLM(LlamaConfig(**kept)).to(torch.bfloat16).eval()
-        stock.load_state_dict(model.state_dict())
-        self.models = {"dense": stock.requires_grad_(False)}
-        self.models["auto"] = twell.sparsify(copy.deepcopy(stock), backend="auto")
-        twell.tune(self.models["auto"], {"input_ids": self.draw(4, 2048), "use_cache": False})
 
-    def draw(self, batch: int, context: int) -> torch.Tensor:
-        vocab_size = self.models["dense"].config.vocab_size
-        return imposed.draw_tokens(vocab_size, batch, context, device=self.gpu.device)
+def warm(model: LlamaForCausalLM, mode: str, ids: torch.Tensor) -> runner.Run:
+    """Return the call that is timed, compiled and warm."""
+    call = partial(model, ids, use_cache=False, logits_to_keep=1)
+    if mode == "generate":
+        options = {"min_new_tokens": WRITTEN, "max_new_tokens": WRITTEN, "do_sample": False}
+        mask = torch.ones_like(ids)
+        call = partial(model.generate, ids, attention_mask=mask, pad_token_id=0, **options)
+    elif mode != "eager":
+        compiled = torch.compile(model, dynamic=False, mode=MODES[mode])
+        call = partial(compiled, *call.args, **call.keywords)
+    runner.repeat([call], 5)
+    return call
 
-    def measure(self, mode: str, batch: int, context: int) -> list[dict]:
-        """Check and time both models; return a row of each."""
-        ids = self.draw(batch, context)
-        runs = {name: self.run(model, mode, ids) for name, model in self.models.items()}
-        # Of `generate` the pass is checked that reads the prompt.
-        passed = self.run(self.models["auto"], "eager", ids) if mode == "generate" else runs["auto"]
-        found = passed().logits.float()
-        exact = self.run(self.models["dense"], "eager", ids)().logits.float()
-        error = float((found - exact).norm() / exact.norm())
-        if not error < TOLERANCE:
-            raise ArithmeticError(f"logits differ by {error:.3g}; {TOLERANCE} is allowed")
-        calls = bench(self.gpu, lambda name: Call(runs[name]), runs, "step")
-        times = {name: call.columns for name, call in calls.items()}
-        case = {"mode": mode, "batch": batch, "context": context, "active": ACTIVE}
-        case["relative_rms"] = runner.significant(error, 3)
-        rows = [case | {"provider": name} | columns for name, columns in times.items()]
-        print(case, *times.values(), times["dense"]["p50"] / times["auto"]["p50"], flush=True)
-        return rows
 
-    def run(self, model: LlamaForCausalLM, mode: str, ids: torch.Tensor) -> runner.Run:
-        """Return the call that is timed, compiled and warm."""
-        call = partial(model, ids, use_cache=False, logits_to_keep=1)
-        if mode == "generate":
-            options = {"min_new_tokens": WRITTEN, "max_new_tokens": WRITTEN, "do_sample": False}
-            mask = torch.ones_like(ids)
-            call = partial(model.generate, ids, attention_mask=mask, pad_token_id=0, **options)
-        elif mode != "eager":
-            compiled = torch.compile(model, dynamic=False, mode=MODES[mode])
-            call = partial(compiled, *call.args, **call.keywords)
-        for _ in range(5):
-            call()
-        return call
+def measure(
+    gpu: runner.Gpu, models: dict[str, LlamaForCausalLM], mode: str, batch: int, context: int
+) -> list[dict]:
+    """Check and time both models; return a row of each."""
+    vocab_size = models["dense"].config.vocab_size
+    ids = imposed.draw_tokens(vocab_size, batch, context, device=gpu.device)
+    runs = {name: warm(model, mode, ids) for name, model in models.items()}
+    # Of `generate` the pass is checked that reads the prompt.
+    passed = warm(models["auto"], "eager", ids) if mode == "generate" else runs["auto"]
+    exact = warm(models["dense"], "eager", ids)().logits
+    error = check.relative(passed().logits, exact)
+    check.accept(error, TOLERANCE, "logits differ")
+    case = {"mode": mode, "batch": batch, "context": context, "active": ACTIVE}
+    case["relative_rms"] = runner.significant(error, 3)
+    calls = bench(gpu, lambda name: Call(runs[name]), runs, "step")
+    rows = [case | {"provider": name} | call.columns for name, call in calls.items()]
+    print(*rows, rows[0]["p50"] / rows[1]["p50"], flush=True)
+    return rows
 
 
 def main() -> None:
@@ -94,11 +88,12 @@ def main() -> None:
     given = parser.parse_args()
     origin = results.provenance(shlex.join(["python", "-m", "study.stock", *sys.argv[1:]]))
     with torch.no_grad():
-        pair = Pair()
+        gpu = runner.Gpu()
+        models = pair(gpu)
         for mode in given.modes.split(","):
             for batch in BATCHES[mode].split():
                 torch.compiler.reset()
-                rows = pair.measure(mode, *map(int, batch.split("x")))
+                rows = measure(gpu, models, mode, *map(int, batch.split("x")))
                 results.append_rows(given.out / "stock.csv", rows, origin)
 
 

@@ -10,10 +10,6 @@ _END = 0.05  # the share of training, its last, whose cross-entropy stands for t
 RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race may differ
 
 
-def _at_end(tokens: pd.Series) -> pd.Series:
-    return tokens > (1 - _END) * tokens.max()
-
-
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the validations of complete runs over the seconds of training, slowest run first.
 
@@ -39,7 +35,8 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         table["seconds"] = np.interp(table["tokens"], [0, *tokens], [0, *seconds])
         table["peak_memory"] = rows.loc[rows["metric"] == "peak_memory", "value"].max()
         losses = rows[(rows["split"] == "train") & (rows["metric"] == "cross_entropy")]
-        table["train_last"] = losses.loc[_at_end(losses["tokens"]), "value"].mean()
+        at_end = losses["tokens"] > (1 - _END) * losses["tokens"].max()
+        table["train_last"] = losses.loc[at_end, "value"].mean()
         tables.append(table.assign(**{name: run[name] for name in columns[:3]})[columns])
     tables.sort(key=lambda table: -table["seconds"].max())
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)

@@ -86,15 +86,13 @@ def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
     return ordered[ordered["date"] == newest].sort_index()
 
 
-def _change(table: pd.DataFrame, column: str) -> pd.Series:
-    """Return a column in % over its dense partner NAME_dense, and take that out of the table."""
-    return 100 * (table[column] / table.pop(f"{column}_dense") - 1)
-
-
 def _beside_dense(
     rows: pd.DataFrame, case: list[str], compared: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Return each provider's newest rows of a case beside dense torch.compile of the same call."""
+    """Return each provider's newest rows of a case beside dense torch.compile of the same call.
+
+    Columns in % over dense: energy_change, and NAME_change of those `compared`.
+    """
     call = [*case, *CALL, "active"]
     rows = rows.drop_duplicates([*call, "provider"], keep="last")
     rows = rows.assign(**{name: np.nan for name in ("p20", "p80") if name not in rows})
@@ -108,7 +106,8 @@ def _beside_dense(
     table["speedup_low"] = table.pop("p20_dense") / table["p80"]
     table["speedup_high"] = table.pop("p80_dense") / table["p20"]
     table["energy_per_token"] = table["energy"] / table["tokens"]
-    table["energy_change"] = _change(table, "energy")
+    for name in ("energy", *compared):
+        table[f"{name}_change"] = 100 * (table[name] / table.pop(f"{name}_dense") - 1)
     return table.reset_index(drop=True)
 
 
@@ -124,7 +123,7 @@ def training_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """
     table = _beside_dense(rows, TRAINING_CASE, ["held", "peak"])
     for name in ("held", "peak"):
-        table[f"{name}_share"] = 100 * table[name] / table.pop(f"{name}_dense")
+        table[f"{name}_share"] = 100 + table.pop(f"{name}_change")
     return table
 
 
@@ -174,19 +173,14 @@ def _in_order(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def step_speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of train_step.csv beside dense with compiled layers (Fig. 5, Table 1).
-
-    Added to `_beside_dense`: tokens of a step, and peak_change (% of dense).
-    """
+    """Return rows of train_step.csv beside dense with compiled layers, with tokens of a step."""
     rows = rows.assign(tokens=rows["micro_batch"] * rows["context"])
-    table = _in_order(_beside_dense(rows, STEP_CASE, ["peak"]))
-    return table.assign(peak_change=_change(table, "peak"))
+    return _in_order(_beside_dense(rows, STEP_CASE, ["peak"]))
 
 
 def model_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of model.csv, forward passes, beside dense with compiled layers (Table 1)."""
-    table = _in_order(_beside_dense(rows, [*MODEL_CASE, "mode"], ["peak"]))
-    return table.assign(peak_change=_change(table, "peak"))
+    return _in_order(_beside_dense(rows, [*MODEL_CASE, "mode"], ["peak"]))
 
 
 def decode_speedups(rows: pd.DataFrame) -> pd.DataFrame:

@@ -118,13 +118,13 @@ def test_measurements_get_everything(monkeypatch, tmp_path):
 
     words = "model 1.5b num_layers=2 --batches 4x64,1x128 --spread flat --active 2.5,9 --layers "
     words += "--decode 1,8 --context 30 --no-compile --tuned --energy --fp8 --out x --no-graphs"
-    assert main(["measure", *words.split()]) == 0
+    assert main(["measure", *words.split(), "--provider", "a.b:c,d:e"]) == 0
     _, options = given.pop()
     expected = dict(size="1.5b", overrides=["num_layers=2"], shapes=[(4, 64), (1, 128)])
     expected |= dict(profile="flat", active=[2.5, 9.0])
     expected |= dict(layers=True, decode=[1, 8], decode_context=30, compiled=False)
     expected |= dict(tuned=True, fp8=True, energy=True, out=Path("x"))
-    expected |= dict(graphs=False, alike=False, ordered=False)
+    expected |= dict(graphs=False, alike=False, ordered=False, providers=["a.b:c", "d:e"])
     assert options == expected
 
 

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from tests.factories import SEED, measure
 from tests.factories.ops import as_sparse_train
 from twell.measure import trainer
-from twell.measure.providers import DENSE_COMPILED, DENSE_EAGER, UNION, UNION_COMPILED
+from twell.measure.providers import DENSE_EAGER, UNION_COMPILED
 from twell.measure.rows import COLUMNS
 from twell.measure.trainer import Trainer, chunked_cross_entropy, model_config, train_step
 from twell.train import TrainConfig
@@ -85,7 +85,11 @@ def test_a_step_is_that_of_the_model_itself(build):
 def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
     dense_kernels, monkeypatch, tmp_path
 ):
-    steps, step, rates = Trainer.steps, Trainer.step, []
+    steps, step, rates, paths = Trainer.steps, Trainer.step, [], set()
+
+    def train(path, *tensors, **options):
+        paths.add(path)
+        return measure.train(path, *tensors, **options)
 
     def logged(trainer):
         rates.append(trainer.optimizer.param_groups[0]["lr"])
@@ -97,16 +101,18 @@ def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
             trainer.sparse.capacity = trainer.sparse.capacities[-1]
         return result
 
+    monkeypatch.setattr(OPS, "sparse_train", as_sparse_train(train))
     monkeypatch.setattr(Trainer, "step", logged)
     monkeypatch.setattr(Trainer, "steps", with_large_buffers)
-    options = {"profile": "paper", "energy": True, "out": tmp_path}
+    options = {"profile": "paper", "hybrid": True, "energy": True, "out": tmp_path}
     rows = train_step("quick", [*TINY, "checkpoint_activations=true"], active=4, **options)
     assert all(list(row) == COLUMNS["train_step"] for row in rows)
     table = pd.read_csv(tmp_path / "train_step.csv")
-    providers = DENSE_EAGER, UNION, DENSE_COMPILED, UNION_COMPILED
-    assert list(table["provider"]) == [provider.name for provider in providers]
-    assert list(table["path"]) == 2 * ["dense", "union"]
-    assert table["capacity"].isna().tolist() == 2 * [True, False]
+    providers = "dense eager,triton union,triton hybrid,dense torch.compile"
+    providers += ",triton union torch.compile,triton hybrid torch.compile"
+    assert list(table["provider"]) == providers.split(",")
+    assert list(table["path"]) == 2 * ["dense", "union", "hybrid"] and paths == {"union", "hybrid"}
+    assert table["capacity"].isna().tolist() == 2 * [True, False, False]
     assert table["capacity"].max() < 96 and table["energy"].notna().all()
     expected = {"micro_batch": 4, "tokens_per_second": 128_000, "context": 32}
     expected |= {"profile": "paper", "num_layers": 3}
@@ -114,7 +120,7 @@ def test_rows_are_of_steps_with_the_first_weights_and_their_own_capacity(
     assert (table["active_max"] > 1.3 * table["active"]).all()
     # Timed steps leave the activity as it is.
     checked = [rate for rate in rates if rate]
-    assert checked == 4 * (trainer.CHECKED_STEPS + 1) * [TrainConfig.load("quick").learning_rate]
+    assert checked == 6 * (trainer.CHECKED_STEPS + 1) * [TrainConfig.load("quick").learning_rate]
 
 
 @pytest.mark.parametrize("wrong", ["gradient", "loss", "dense layer"])

@@ -123,6 +123,7 @@ def train_step(
     active: Annotated[float | None, option(ACTIVE)] = None,
     profile: Spread = "flat",
     compiled: Compile = None,
+    hybrid: Annotated[bool, flag("--hybrid", "Also by the paper's format.")] = False,
     energy: Energy = False,
     out: Out = BENCH,
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ from twell.config import TrainConfig
 from twell.measure import imposed, runner
 from twell.measure.check import TOLERANCE
 from twell.measure.imposed import layer_means
-from twell.measure.providers import Provider, compilations
+from twell.measure.providers import DENSE_EAGER, HYBRID, UNION, Provider, compilations
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import Call, bench
 from twell.measure.sides import check_model, compile_layers, model_columns
@@ -48,6 +49,7 @@ def train_step(
     active: float | None = None,
     profile: str = "flat",
     compiled: bool | None = None,
+    hybrid: bool = False,
     energy: bool = False,
     out: str | Path | None = None,
 ) -> list[dict]:
@@ -56,14 +58,14 @@ def train_step(
     A step is a forward and backward pass of one micro-batch under bf16 autocast, clipping and AdamW
     on fp32 weights, with the L1 term at 2e-5 and the cross-entropy in chunks. Each provider takes 3
     steps at the configuration's learning rate. Its loss then, and the norms of its first gradient
-    (of all weights, and of the feed-forward ones), have to equal dense's. Returns the rows of
-    train_step.csv. Raises as `ffn` does. Ours.
+    (of all weights, and of the feed-forward ones), have to equal dense's. hybrid: also by the
+    paper's format. Returns the rows of train_step.csv. Raises as `ffn` does. Ours.
     """
     gpu, rows = runner.Gpu(energy), Rows(out, "train_step")
     config = model_config(size, overrides)
     trainer = Trainer(size, config, profile, active, gpu)
-    kinds = itertools.product(compilations(compiled), (("dense", None), ("triton", "union")))
-    providers = [Provider(backend, path, kind) for kind, (backend, path) in kinds]
+    kinds = itertools.product(compilations(compiled), [DENSE_EAGER, UNION, *[HYBRID] * hybrid])
+    providers = [replace(provider, compilation=kind) for kind, provider in kinds]
     for call in bench(gpu, trainer.prepare, providers, "optimizer").values():
         speed = round(1e3 * trainer.tokens.numel() / call.columns["p50"])
         rows.add("train_step", [call.columns | {"tokens_per_second": speed}])
@@ -144,6 +146,7 @@ class Trainer:
                 # Dense layers have plain strides; the optimiser's state copies them.
                 parameter.data = self.start[name].to(self.gpu.device, copy=True)
         self.model.set_ffn_backend(provider.backend)
+        self.sparse.path = provider.path
         self.model.train()
         self.optimizer = adamw(self.model, self.config, self.gpu.device, learning_rate)
 
