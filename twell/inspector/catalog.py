@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import trace
+from twell.inspector.effects import centred, down_rows, full_norm, matrix, normed
 from twell.inspector.packing import block, leading, least
 from twell.inspector.side import Side
 from twell.models import last_norm, sparse_ffns
@@ -117,8 +118,8 @@ class Catalog:
     @torch.no_grad()
     def _words(self, layer: int) -> tuple[dict, dict]:
         rows, arrays, known = self._rows(layer), {}, []
-        if (norm := last_norm(self.side.model)) is not None:
-            ids, values = self._promoted(norm, rows["down"])
+        if last_norm(self.side.model) is not None:
+            ids, values = self._promoted(rows["down"])
             known, index = np.unique(ids, return_inverse=True)
             arrays = {"word": least(index), "change": leading(values, 3)}
         kin = self._kin(layer, rows)
@@ -154,13 +155,12 @@ class Catalog:
         inputs = [_unit(rows.get("gate", rows["up"])) for rows in layers]
         return torch.cat(inputs), torch.cat([_unit(rows["down"]) for rows in layers])
 
-    def _promoted(self, norm: nn.Module, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def _promoted(self, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return the words whose logits each direction raises and lowers most; the changes."""
-        unembedding = self.side.model.get_output_embeddings().weight
+        unembedding, norm = centred(self.side.model), full_norm(self.side.model)
         ids, values = [], []
         for part in directions.split(BATCH):
-            logits = (unembedding @ _normed(norm, part).t()).float().t()  # [n, V]
-            logits = logits - logits.mean(1, keepdim=True)
+            logits = normed(norm, part.float()) @ unembedding.t()  # [n, V]
             number = min(WORDS, logits.shape[1])
             best = [logits.topk(number, largest=largest) for largest in (True, False)]
             values.append(torch.cat([part.values for part in best], 1).cpu())
@@ -170,11 +170,10 @@ class Catalog:
     def _rows(self, layer: int) -> dict[str, Tensor]:
         """Of each projection the weights of every neuron, [N, K]."""
         ffn = sparse_ffns(self.side.model)[layer]
-        like = next(ffn.parameters())
-        down = _matrix(ffn.down_proj, self.shape[1], like)
+        like, down = next(ffn.parameters()), down_rows(self.side.model, layer)
         first = {"gate": ffn.gate_proj, "up": ffn.up_proj}
         parts = {name: part for name, part in first.items() if part is not None}
-        rows = {name: _matrix(part, down.shape[1], like).t() for name, part in parts.items()}
+        rows = {name: matrix(part, down.shape[1], like).t() for name, part in parts.items()}
         return rows | {"down": down}
 
 
@@ -198,22 +197,6 @@ def _like(
         cosines.append(table.gather(1, best).cpu())
         at.append(best.cpu() + first)
     return torch.cat(at).numpy(), torch.cat(cosines).numpy()
-
-
-def _matrix(projection: nn.Module, size: int, like: Tensor) -> Tensor:
-    """Return what a projection makes of each unit vector, [size, outputs]; LoRA and FP8 as well."""
-    zero_and_ones = torch.eye(size + 1, size, dtype=like.dtype, device=like.device).roll(1, 0)
-    outputs = projection(zero_and_ones)
-    return outputs[1:] - outputs[:1]
-
-
-def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
-    """Return what the last norm makes of directions [n, K], up to the residual stream's scale."""
-    if isinstance(norm, nn.LayerNorm):  # centres too; Nemotron's adds 1 to its weight
-        scale = directions.std(-1, correction=0, keepdim=True).clamp(min=1e-6)
-        return (norm(directions / scale) - norm(torch.zeros_like(directions))) * scale
-    weight = getattr(norm, "weight", None)
-    return directions if weight is None else directions * weight
 
 
 def _peaks(aggregate: trace.Aggregate) -> np.ndarray:

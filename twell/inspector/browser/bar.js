@@ -18,8 +18,11 @@ export function bar(state) {
   // Without a selected neuron none can colour the passage.
   const lacking = state.selected().neuron === null;
   const chosen = state.get("colour");
-  const colour = chosen === "neuron" && lacking ? "count" : chosen;
-  const colouring = pick("colour", "colour", COLOURS, colour);
+  const colour = lacking && chosen !== "surprise" ? "count" : chosen;
+  const { side, layer, neuron } = state.selected();
+  const known = !lacking && side.rise(layer, neuron);
+  const colours = known ? [...COLOURS, ["effect", "surprise without the neuron"]] : COLOURS;
+  const colouring = pick("colour", "colour", colours, colour);
   if (lacking)
     Object.assign(colouring.options[1], { disabled: true, title: "click a neuron first" });
   return element(

@@ -5,6 +5,7 @@ import { ABOUT_H } from "./colours.js";
 import { changedCard } from "./compare.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
 import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
+import { effectsOf } from "./effects.js";
 import { NeuronCard } from "./neuron_card.js";
 import { integer, number, percent, plural, range, signed } from "./words.js";
 
@@ -94,6 +95,7 @@ export class Cards {
       this.tokenHead(side, token, peeking),
       this.tokenFacts(side, token),
       predictions(side, token),
+      effectsOf(this, side, token),
       element("div", layers.map((n) => this.layerBox(side, n, token, most, n === layer))),
     );
   }
@@ -198,12 +200,11 @@ export class Cards {
 function predictions(side, token) {
   const predicted = side.predictions(token);
   if (!predicted) return null;
-  const following = token + 1;
-  const comes = side.position[following] > 0 ? side.text(following) : null;
+  const comes = side.next(token);
   const listed = comes === null || predicted.some(({ text }) => text === comes);
   const word = ({ text, probability }) =>
     wordWith(text, percent(probability), text === comes ? ".tw-comes" : "");
-  const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[following]) });
+  const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[token + 1]) });
   return element(
     "div.tw-next",
     element("h3", "predicts next", help(ABOUT_NEXT)),

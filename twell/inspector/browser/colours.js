@@ -99,6 +99,10 @@ function wayOf(state, side, how) {
     return { kind: "log", label, values: side.means(...state.range(side)), of: named("active") };
   }
   const { layer, neuron } = state.shownNeuron(side);
+  if (how === "effect") {
+    const label = `rise of surprise without layer ${layer}, neuron ${neuron}, in nats`;
+    return { kind: "signed", label, values: side.rise(layer, neuron), of: named("rise") };
+  }
   const label = `h of layer ${layer}, neuron ${neuron}`;
   return { kind: "signed", label, values: side.valuesOf(layer, neuron), of: named("h") };
 }

@@ -116,6 +116,34 @@ class Side {
     return this.expected && Array.from({ length: each }, one);
   }
 
+  // The text of the token behind one; null at the end of a sequence.
+  next(token) {
+    return this.position[token + 1] > 0 ? this.text(token + 1) : null;
+  }
+
+  // Direct effects on the logits of two words, the likeliest after a token and the one that follows:
+  // of parts (packing.py names them) and of the strongest neurons. undefined if no model ran.
+  effects(token) {
+    if (!this.parts) return undefined;
+    const pairs = (values) => {
+      const each = values.length / this.T;
+      const from = (n) => token * each + 2 * n;
+      return range(0, each / 2 - 1).map((n) => values.subarray(from(n), from(n) + 2));
+    };
+    const each = this.mover.length / this.T;
+    const strongest = pairs(this.moved).map((pair, n) => {
+      const index = this.mover[token * each + n] - 1;
+      return { index, layer: Math.floor(index / this.N), neuron: index % this.N, pair };
+    });
+    return { parts: pairs(this.parts), strongest: strongest.filter(({ index }) => index >= 0) };
+  }
+
+  // How the surprise of each token rises without a neuron; undefined if that was not computed.
+  rise(layer, neuron) {
+    const row = this.silenced?.indexOf(layer * this.N + neuron) ?? -1;
+    return row < 0 ? undefined : this.rises.subarray(row * this.T, (row + 1) * this.T);
+  }
+
   // Of an array of rows those of a layer: a value a token.
   row(name, layer) {
     return this[name].subarray(layer * this.T, (layer + 1) * this.T);

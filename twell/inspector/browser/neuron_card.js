@@ -39,7 +39,8 @@ export class NeuronCard {
   // Name of the card, what it shows as a text, and how it is built.
   part(side, layer, neuron) {
     const { state, cards } = this;
-    const traits = [layer, neuron, JSON.stringify(state.get("changes")), state.ramps.dark];
+    const changes = [JSON.stringify(state.get("changes")), state.get("colour") === "effect"];
+    const traits = [layer, neuron, ...changes, state.ramps.dark];
     const shown = [...traits, state.get("skip_first"), this.places, cards.view.chunks].join();
     return [`neuron${side.number}`, shown, () => this.build(side, layer, neuron)];
   }
@@ -55,7 +56,7 @@ export class NeuronCard {
       this.head(side, layer, neuron),
       noteOf(side, layer, neuron, known),
       !known.note && automatic(side, layer, neuron, known),
-      changeControls(this.state, layer, neuron),
+      changeControls(this.state, side, layer, neuron),
       element(
         "div.tw-neuron-body",
         this.statistics(side, layer, neuron, known),

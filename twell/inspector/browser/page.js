@@ -64,7 +64,7 @@ const ends = (text) => {
 };
 // How the text of a part is read that is neither a number nor yes or no; undefined for nonsense.
 const READ = {
-  colour: among("count", "neuron", "surprise"),
+  colour: among("count", "neuron", "surprise", "effect"),
   layers: ends,
   words: (text) => text,
   selected: (text) => text,

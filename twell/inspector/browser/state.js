@@ -45,7 +45,7 @@ export class State {
 
   // Without a neuron nothing can be coloured by one.
   put(changes) {
-    if (changes.neuron === null && this.get("colour") === "neuron")
+    if (changes.neuron === null && ["neuron", "effect"].includes(this.get("colour")))
       changes = { colour: "count", ...changes };
     for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
     this.model.save_changes();
@@ -102,7 +102,8 @@ export class State {
   colouring(side) {
     const shown = this.shownNeuron(side);
     const colour = this.peek?.neuron === undefined || !shown ? this.get("colour") : "neuron";
-    return colour === "neuron" && !shown ? "count" : colour;
+    if (colour === "effect" && shown && !side.rise(shown.layer, shown.neuron)) return "neuron";
+    return ["neuron", "effect"].includes(colour) && !shown ? "count" : colour;
   }
 
   // The selected token, or the one of this side that stands for it.

@@ -202,8 +202,9 @@ export class View {
     if (this.updating) return this.schedule();
     this.updating = true;
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
-    const shown = [this.built, state.selected().neuron === null, state.colours()].join();
-    const asked = [this.built, known, JSON.stringify(state.query)].join();
+    const { layer, neuron } = state.selected();
+    const shown = [this.built, layer, neuron, state.colours()].join();
+    const asked = [shown, known, JSON.stringify(state.query)].join();
     renew(this.head, [["head", asked, () => this.heading()]]);
     renew(this.bar, [["bar", shown, () => bar(state)]]);
     for (const part of this.parts) {
