@@ -1,11 +1,9 @@
-"""What parts of a model do to a prediction: direct effects on logits, and exact ones of silencing.
+"""What parts of a model do to a prediction: their direct effects on logits.
 
 The last norm scales the residual stream, the sum of what embedding, attention and neurons write,
 and the unembedding makes logits of it. With the norm's scale taken as fixed, logits are a sum over
 the parts, too. A part's direct effect on a logit is its term of that sum. It leaves out what later
 layers make of the part. Logits are against their mean over all words, which no probability needs.
-
-Silencing a neuron and running the model again has no approximation.
 """
 
 from __future__ import annotations
@@ -18,15 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import tqdm
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from twell import trace
 from twell.models import last_norm, sparse_ffns
 from twell.trace import Trace
-
-ENTRIES = 8192  # whose effects are computed at once
 
 
 class Lens(NamedTuple):
@@ -34,13 +28,12 @@ class Lens(NamedTuple):
 
     ids: two words [T, 2], the likeliest next token and the one that follows, -1 after the last of a
     sequence. scale: the norm's factor [T]. read: effects on both logits of the stream before each
-    layer and behind the last [T, L + 1, 2]; constant: of the norm's bias [T, 2].
+    layer and behind the last, with the norm's bias [T, L + 1, 2].
     """
 
     ids: np.ndarray
     scale: np.ndarray
     read: np.ndarray
-    constant: np.ndarray
 
 
 class Direct(NamedTuple):
@@ -57,14 +50,6 @@ class Direct(NamedTuple):
     neurons: np.ndarray
 
 
-class Silenced(NamedTuple):
-    """How the surprise of each token rises without one neuron: layer, neuron [M]; rise [M, T]."""
-
-    layer: np.ndarray
-    neuron: np.ndarray
-    rise: np.ndarray  # nats, NaN at first tokens
-
-
 @contextlib.contextmanager
 def lenses(model: PreTrainedModel, following: Sequence[int]) -> Iterator[list[Lens]]:
     """Collect a `Lens` of each pass inside a `with` block; none for a model without a last norm.
@@ -77,7 +62,7 @@ def lenses(model: PreTrainedModel, following: Sequence[int]) -> Iterator[list[Le
         return
     norm, words = full_norm(model), centred(model)
 
-    def read(_: nn.Module, __: tuple, logits: Tensor) -> None:
+    def look(_: nn.Module, __: tuple, logits: Tensor) -> None:
         done = sum(len(lens.ids) for lens in collected)
         logits = logits.flatten(0, -2)
         follows = following[done : done + len(logits)].to(logits.device)
@@ -86,8 +71,8 @@ def lenses(model: PreTrainedModel, following: Sequence[int]) -> Iterator[list[Le
         linear = [normed(norm, stream) for stream in streams]
         scale = ((norm(streams[-1]) - zero) * linear[-1]).sum(-1) / linear[-1].square().sum(-1)
         effects = [torch.einsum("tk,twk->tw", part, both) * scale[:, None] for part in linear]
-        constant = torch.einsum("tk,twk->tw", zero, both)
-        parts = ids, scale, torch.stack(effects, 1), constant
+        bias = torch.einsum("tk,twk->tw", zero, both)
+        parts = ids, scale, torch.stack(effects, 1) + bias[:, None]
         collected.append(Lens(*(part.cpu().numpy() for part in parts)))
         streams.clear()
 
@@ -95,7 +80,7 @@ def lenses(model: PreTrainedModel, following: Sequence[int]) -> Iterator[list[Le
         streams.append(inputs[0].flatten(0, -2).float())
 
     hooks = [module.register_forward_pre_hook(keep) for module in (*_blocks(model), last)]
-    hooks.append(model.get_output_embeddings().register_forward_hook(read))
+    hooks.append(model.get_output_embeddings().register_forward_hook(look))
     try:
         yield collected
     finally:
@@ -113,53 +98,18 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
 @torch.no_grad()
 def direct(model: PreTrainedModel, passage: Trace, lens: Lens) -> Direct:
     """Return the direct effects of all parts of a traced passage."""
-    words, norm, ids = centred(model), full_norm(model), torch.as_tensor(lens.ids)
-    size = passage.num_tokens
-    sums, neurons = np.zeros((size, passage.num_layers, 2)), []
+    ids, norm = torch.as_tensor(lens.ids), full_norm(model)
+    words = (centred(model)[ids] * (ids >= 0)[..., None]).numpy(force=True)
+    to = torch.as_tensor(words * lens.scale[:, None, None]).to(model.device)
+    sums, neurons = np.zeros((passage.num_tokens, passage.num_layers, 2)), []
     for layer in range(passage.num_layers):
-        written = normed(norm, down_rows(model, layer).float())
         h = passage.layer(layer).tocoo()
-        effects = [np.zeros((0, 2), np.float32)]
-        for start in range(0, len(h.data), ENTRIES):
-            token, neuron, value = (
-                torch.as_tensor(part[start : start + ENTRIES], device=written.device)
-                for part in (*h.coords, h.data)
-            )
-            to = ids[token.cpu()].to(written.device)
-            effect = torch.einsum("ek,ewk->ew", written[neuron], words[to]) * (to >= 0)
-            effects.append((effect * value[:, None]).cpu().numpy())
-        effect = np.concatenate(effects) * lens.scale[h.coords[0], None]
-        np.add.at(sums[:, layer], h.coords[0], effect)
-        neurons.append(effect)
-    start = lens.read[:, 0] + lens.constant
-    return Direct(start, np.diff(lens.read, axis=1) - sums, sums, np.concatenate(neurons))
-
-
-def silence_each(
-    model: PreTrainedModel,
-    passage: Trace,
-    sequences: Sequence[Sequence[int]],
-    number: int,
-    progress: bool = False,
-) -> Silenced:
-    """Silence the `number` neurons that are strongest at some token, one at a time.
-
-    Their strength is the share of the sum of |h| in token and layer, first tokens apart.
-    """
-    size = np.abs(passage.values)
-    row = np.repeat(np.arange(len(passage.indptr) - 1), np.diff(passage.indptr))
-    layer, token = np.divmod(row, max(passage.num_tokens, 1))
-    share = size / np.maximum(np.bincount(row, size, minlength=1)[row], 1e-30)
-    share[passage.position[token] == 0] = 0
-    best = np.zeros(passage.num_layers * passage.intermediate_size)
-    np.maximum.at(best, layer * passage.intermediate_size + passage.indices, share)
-    chosen = np.argsort(-best, kind="stable")[: min(number, np.count_nonzero(best))]
-    pairs = np.stack(np.divmod(chosen, passage.intermediate_size))
-    rises = [np.zeros((0, passage.num_tokens), np.float32)]
-    for one in tqdm(pairs.T.tolist(), unit=" neurons silenced", disable=not progress):
-        silent = trace.scaled_logprob(model, sequences, passage, *one, 0)
-        rises.append((passage.logprob - silent)[None])
-    return Silenced(*pairs, np.concatenate(rises))
+        token, neuron = h.coords
+        effects = to @ normed(norm, written(model, layer)).t()
+        neurons.append(effects[token, :, neuron].cpu().numpy() * h.data[:, None])
+        np.add.at(sums[:, layer], token, neurons[-1])
+    attention = np.diff(lens.read, axis=1) - sums
+    return Direct(lens.read[:, 0], attention, sums, np.concatenate(neurons))
 
 
 # --- weights
@@ -176,18 +126,26 @@ def full_norm(model: PreTrainedModel) -> nn.Module:
     return copy.deepcopy(last_norm(model)).float()
 
 
-@torch.no_grad()
-def down_rows(model: PreTrainedModel, layer: int) -> Tensor:
-    """Return what each neuron of a layer writes to the residual stream, [N, K]."""
+def written(model: PreTrainedModel, layer: int) -> Tensor:
+    """Return what each neuron of a layer writes to the residual stream, [N, K] in fp32."""
     ffn = sparse_ffns(model)[layer]
-    return matrix(ffn.down_proj, ffn.intermediate_size, next(ffn.parameters()))
+    return _matrix(ffn.down_proj, ffn.intermediate_size, ffn)
 
 
-def matrix(projection: nn.Module, size: int, like: Tensor) -> Tensor:
+def read(model: PreTrainedModel, layer: int) -> Tensor:
+    """Return the directions that make each neuron of a layer fire, [N, K] in fp32."""
+    ffn = sparse_ffns(model)[layer]
+    gate = ffn.up_proj if ffn.gate_proj is None else ffn.gate_proj
+    return _matrix(gate, model.config.hidden_size, ffn).t()
+
+
+@torch.no_grad()
+def _matrix(projection: nn.Module, size: int, ffn: nn.Module) -> Tensor:
     """Return what a projection makes of each unit vector, [size, outputs]; LoRA and FP8 as well."""
+    like = next(ffn.parameters())
     zero_and_ones = torch.eye(size + 1, size, dtype=like.dtype, device=like.device).roll(1, 0)
     outputs = projection(zero_and_ones)
-    return outputs[1:] - outputs[:1]
+    return (outputs[1:] - outputs[:1]).float()
 
 
 def normed(norm: nn.Module, directions: Tensor) -> Tensor:

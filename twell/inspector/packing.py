@@ -16,7 +16,6 @@ from twell import trace
 from twell.inspector.compare import compared
 from twell.inspector.effects import Direct
 from twell.inspector.figure import PALETTES
-from twell.inspector.shown import presets
 from twell.inspector.side import Side
 from twell.trace import Trace
 
@@ -186,5 +185,4 @@ def _about(side: Side, strongest: int | None) -> dict:
         "words": side.model is not None,
         "expected": trace.token_strings(side.tokenizer, expected) if expected else [],
         "changes": list(side.changes),
-        "starts_with": presets(side),
     }

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import trace
-from twell.inspector.effects import Direct, Lens, Silenced, direct, lenses, silence_each
+from twell.inspector.effects import Direct, Lens, direct, lenses
 from twell.inspector.notes import NOTES, check_neuron, read_notes, write_note
 from twell.models import intervene, sparse_ffns
 from twell.trace import Aggregate, Trace
@@ -27,6 +27,14 @@ AGGREGATE = "aggregate.npz"  # beside a model
 WORDS = 10  # likeliest next tokens that are kept
 # A trace or its file; or a model, by its folder or name or as the pair that `twell.load` returns.
 Source = Trace | str | Path | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
+
+
+class Silenced(NamedTuple):
+    """How the surprise of each token rises without one neuron: layer, neuron [M]; rise [M, T]."""
+
+    layer: np.ndarray
+    neuron: np.ndarray
+    rise: np.ndarray  # nats, NaN at first tokens
 
 
 class Predictions(NamedTuple):
@@ -95,7 +103,7 @@ class Side:
     def changed(self, changes: Sequence[dict]) -> Side:
         """Return the side with its tokens run again while neurons are changed, see `changing`."""
         self.check_runs()
-        run = self._run(self._sequences(), changes)
+        run = self._run(self.sequences(), changes)
         return dataclasses.replace(run, name=f"{self.name}, changed", changes=list(changes))
 
     def expected(self, token: int) -> pd.DataFrame:
@@ -111,13 +119,6 @@ class Side:
         """Direct effects on the logits behind each token; None where no model ran."""
         return None if self.lens is None else direct(self.model, self.trace, self.lens)
 
-    def silence_each(self, number: int, progress: bool = False) -> None:
-        """Keep the exact effects of the strongest neurons; none where no model can run."""
-        if self.lens is not None and number:
-            sequences = self._sequences()
-            passage = trace.trace_tokens(self.model, self.tokenizer, sequences)
-            self.silenced = silence_each(self.model, passage, sequences, number, progress)
-
     def check_runs(self) -> None:
         """Raise ValueError unless the model can run the passage again."""
         if self.model is None:
@@ -128,7 +129,7 @@ class Side:
                 "beginning the model needs; choose a start= at position 0"
             )
 
-    def _sequences(self) -> list[np.ndarray]:
+    def sequences(self) -> list[np.ndarray]:
         if not self.trace.num_tokens:
             return []
         return np.split(self.trace.token_ids, np.flatnonzero(self.trace.position == 0)[1:])
@@ -215,7 +216,7 @@ def _side(what, text, aggregate=None, model=None, start=0) -> Side:
         return Side(name, shown, aggregate, of=of)
     side = dataclasses.replace(load_side(model, aggregate), name=name, trace=shown, of=of)
     if shown.num_tokens and shown.position[0] == 0:
-        side = dataclasses.replace(side._run(side._sequences()), trace=shown)
+        side = dataclasses.replace(side._run(side.sequences()), trace=shown)
     return side
 
 

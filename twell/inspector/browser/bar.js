@@ -1,9 +1,13 @@
 // The controls above the passage, one or more for each trait of the view.
 
 import { element, help, labelled, select } from "./elements.js";
-import { range } from "./words.js";
 
-const COLOURS = [["count", "active neurons"], ["neuron", "one neuron"], ["surprise", "surprise"]];
+export const COLOURS = {
+  count: "active neurons",
+  neuron: "one neuron",
+  surprise: "surprise",
+  effect: "surprise without the neuron",
+};
 const ABOUT_FIRST =
   "The first token of a sequence is by far the most active, so colours and scales leave it out.";
 
@@ -21,7 +25,7 @@ export function bar(state) {
   const colour = lacking && chosen !== "surprise" ? "count" : chosen;
   const { side, layer, neuron } = state.selected();
   const known = !lacking && side.rise(layer, neuron);
-  const colours = known ? [...COLOURS, ["effect", "surprise without the neuron"]] : COLOURS;
+  const colours = Object.entries(COLOURS).filter(([name]) => known || name !== "effect");
   const colouring = pick("colour", "colour", colours, colour);
   if (lacking)
     Object.assign(colouring.options[1], { disabled: true, title: "click a neuron first" });
@@ -29,20 +33,7 @@ export function bar(state) {
     "div.tw-bar",
     { role: "group", "aria-label": "what is shown" },
     labelled("Colour", colouring),
-    layers(state),
     element("span.tw-group", box("skip_first", "without first tokens"), help(ABOUT_FIRST)),
     state.header.aligned && box("difference", "right: difference to left"),
   );
-}
-
-function layers(state) {
-  const last = Math.max(...state.sides.map((side) => side.L)) - 1;
-  const numbers = range(0, last).map((n) => [n, String(n)]);
-  const shown = state.get("layers") ?? [0, last];
-  const put = (first, end) =>
-    state.put({ layers: first === 0 && end === last ? null : [first, end] });
-  const from = (layer) => put(layer, Math.max(layer, shown[1]));
-  const to = (layer) => put(Math.min(layer, shown[0]), layer);
-  const pick = (label, at, choose) => select(label, numbers, shown[at], choose);
-  return labelled("Layers", pick("first layer", 0, from), "to", pick("last layer", 1, to));
 }

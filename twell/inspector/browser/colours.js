@@ -95,8 +95,8 @@ function wayOf(state, side, how) {
   if (how === "surprise")
     return { kind: "linear", label: SURPRISE, values: side.surprise, of: named("surprise") };
   if (how === "count") {
-    const label = `active neurons per token, ${layersOf(state.range(side), side)}`;
-    return { kind: "log", label, values: side.means(...state.range(side)), of: named("active") };
+    const label = "active neurons per token, mean over layers";
+    return { kind: "log", label, values: side.means, of: named("active") };
   }
   const { layer, neuron } = state.shownNeuron(side);
   if (how === "effect") {
@@ -105,12 +105,6 @@ function wayOf(state, side, how) {
   }
   const label = `h of layer ${layer}, neuron ${neuron}`;
   return { kind: "signed", label, values: side.valuesOf(layer, neuron), of: named("h") };
-}
-
-function layersOf([first, last], side) {
-  if (first === last) return `layer ${first}`;
-  const all = first === 0 && last === side.L - 1;
-  return all ? "mean over layers" : `mean over layers ${first}\u2013${last}`;
 }
 
 // The least size above 0 and the largest of several arrays of values. NaN does not count.
@@ -163,15 +157,15 @@ function scaleOfChange(state, left, label, changes) {
 // The values of the map, one array a layer (NaN: left out), and their scale.
 export function mapColours(state, side) {
   const label = "active neurons per token";
-  const layers = range(...state.range(side));
-  const read = (one, some) => some.map((n) => included(state, one, one.row("counts", n)));
-  const values = read(side, layers);
+  const rows = (one) => range(0, one.L - 1).map((n) => one.row("counts", n));
+  const read = (one) => rows(one).map((row) => included(state, one, row));
+  const values = read(side);
   const left = state.reference(side);
   if (left) {
-    const changes = differences(values, read(left, layers));
+    const changes = differences(values, read(left));
     return { values: changes, scale: scaleOfChange(state, left, label, changes) };
   }
-  const every = state.sides.flatMap((one) => read(one, range(...state.range(one))));
+  const every = state.sides.flatMap(read);
   return { values, scale: scaleOf(state, "log", label, every) };
 }
 

@@ -7,15 +7,14 @@ import { number, percent, signed } from "./words.js";
 const ABOUT_CHANGED =
   "The mean over this text\u2019s tokens of the size of the difference of h, right minus left, " +
   "without the first token of each sequence.";
-const SAME = "No value of any neuron differs in this text.";
 const ABOUT_CHANGE =
   "The model runs again with another h of this neuron in the output of its layer, at every " +
   "token; the second side shows what becomes of it.";
+const ABOUT_SILENCED =
+  "Exact: when this page was made, the model ran without this neuron, and then without each other.";
 
 export function changedCard(state) {
   const { changed } = state.header;
-  const { length } = state.sides[1].about.changes;
-  const none = length ? "No neuron changes after these: only predictions do." : SAME;
   const rows = changed.map(([layer, neuron, change]) => {
     const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
@@ -34,7 +33,7 @@ export function changedCard(state) {
     element("div.tw-card-head", element("h2", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
       ? table("repeat(4, minmax(0, 80px))", names, rows)
-      : quiet(none),
+      : quiet("No value of any neuron differs in this text."),
   );
 }
 
@@ -51,7 +50,8 @@ export function changeControls(state, side, layer, neuron) {
     const show = () => state.put({ colour: silent ? "neuron" : "effect" });
     const pressed = { "aria-pressed": String(silent) };
     const known = side.rise(layer, neuron);
-    return known && element("div.tw-change", button(".tw-copy", show, pressed, "silence"));
+    const silence = button(".tw-copy", show, pressed, "silence");
+    return known && element("div.tw-change", silence, help(ABOUT_SILENCED));
   }
   const isIt = (change) => change.layer === layer && change.neuron === neuron;
   const now = state.get("changes").find(isIt);
@@ -111,6 +111,6 @@ function strip(state, side, surprise, changes, undo) {
     difference("loss", [side.surprise, surprise].map(meanOf)),
     members && difference("at the selected tokens", [side.surprise, surprise].map(lossOf)),
   ];
-  const all = undo && changes.length > 1 && button(".tw-link", () => undo([]), "undo all");
+  const all = undo && button(".tw-link", () => undo([]), "undo all");
   return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, losses);
 }

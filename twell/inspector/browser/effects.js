@@ -21,11 +21,11 @@ export function effectsOf(cards, side, token) {
   const words = [likeliest, next].filter((word, n) => n === 0 || ![null, likeliest].includes(word));
   const most = (pairs) => Math.max(...pairs.flatMap((pair) => [...pair].map(Math.abs))) || 1;
   const cells = (pair, most) =>
-    words.flatMap((_, n) => [signedBar(pair[n] / most), signedText(pair[n])]);
+    words.flatMap((_, n) => [signedBar(pair[n] / most), signedText(pair[n], 2)]);
   const exact = side.silenced && next !== null;
   const drawn = (first, rows, last) =>
     table(
-      ["72px", ...words.map(() => "minmax(24px, 1fr) 46px"), ...(last ? ["62px"] : [])].join(" "),
+      ["72px", ...words.map(() => "minmax(24px, 1fr) 44px"), ...(last ? ["72px"] : [])].join(" "),
       [first, ...words.flatMap((word) => [pill(word), ""]), ...(last ? [last] : [])],
       rows,
     );
@@ -34,7 +34,7 @@ export function effectsOf(cards, side, token) {
     const rise = exact && side.rise(layer, neuron)?.[token + 1];
     const about = { type: "button", ...cards.choosing(side, layer, neuron, token) };
     const name = element("span", `${layer} \u00b7 ${neuron}`);
-    const silenced = Number.isFinite(rise) ? signedText(rise) : element("span", "\u2013");
+    const silenced = Number.isFinite(rise) ? signedText(rise, 2) : element("span", "\u2013");
     return element("button.tw-item.tw-effect", about, name, cells(pair, widest), exact && silenced);
   });
   const names = ["embedding"];
@@ -47,7 +47,7 @@ export function effectsOf(cards, side, token) {
   );
   const silenced = exact && ["silenced", help(ABOUT_SILENCED)];
   return element(
-    "div.tw-next",
+    "div.tw-effects",
     element("h3", "direct effects on the next word\u2019s logit", help(ABOUT)),
     element("div.tw-scrolled", { data: { of: token } }, drawn("neuron", neurons, silenced)),
     element("h3", "summed by layer"),

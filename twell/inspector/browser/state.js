@@ -4,8 +4,8 @@ import { BEST } from "./classes.js";
 import { QUERY } from "./search.js";
 
 const SELECTION = { side: 0, token: null, layer: null, neuron: null };
-const BEGIN = { ...SELECTION, colour: "count", layers: null };
-const COLOURING = "colour layers skip_first difference".split(" ");
+const BEGIN = { ...SELECTION, colour: "count" };
+const COLOURING = "colour skip_first difference".split(" ");
 export const TRAITS = [...Object.keys(SELECTION), ...COLOURING, ...Object.keys(QUERY)];
 
 export class State {
@@ -49,12 +49,6 @@ export class State {
       changes = { colour: "count", ...changes };
     for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
     this.model.save_changes();
-  }
-
-  // The first and last of the layers that are shown.
-  range(side) {
-    const [first, last] = this.get("layers") ?? [0, side.L - 1];
-    return [Math.min(first, side.L - 1), Math.min(last, side.L - 1)];
   }
 
   // A page's address may ask for what does not exist: that is not selected.
