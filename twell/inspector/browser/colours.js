@@ -1,7 +1,5 @@
 // Ramps of 256 colours, scales, which values colour a passage and its map, and the legend.
 
-import { legend } from "@observablehq/plot";
-
 import { element, help, renew } from "./elements.js";
 import { number, range, signed } from "./words.js";
 
@@ -36,6 +34,7 @@ class Ramp {
     const ink = (rgb) => (luminance(rgb) < 0.18 ? "#fff" : "#000"); // the higher contrast
     this.fill = this.rgb.map((rgb, n) => (n === bare ? "" : `rgb(${rgb})`));
     this.ink = this.rgb.map((rgb, n) => (n === bare ? "" : ink(rgb)));
+    this.css = this.fill.map((fill, n) => fill && `background-color:${fill};color:${this.ink[n]}`);
   }
 
   // A colour as a pixel; where it is transparent, the one behind.
@@ -171,12 +170,15 @@ export function mapColours(state, side) {
 
 export function showLegend(box, { label, kind, ramp, index, at }) {
   const text = (value) => (kind === "signed" && value ? signed(value) : number(value));
-  const tickFormat = (t) => text(at(t));
-  const interpolate = (t) => ramp.fill[index(at(t))] || "transparent";
-  const color = { type: "linear", domain: [0, 1], interpolate };
-  const size = { width: 200, height: 30, marginTop: 0, marginBottom: 18, marginLeft: 16, ticks: 2 };
+  const stops = range(0, 16).map((n) => ramp.fill[index(at(n / 16))] || "transparent");
+  const style = { backgroundImage: `linear-gradient(90deg, ${stops})` };
+  const ends = [0, 0.5, 1].map((place) => element("small", text(at(place))));
   const about = label.startsWith("h of") && help(ABOUT_H);
   const build = () =>
-    element("div.tw-legend", element("span", label, about), legend({ color, tickFormat, ...size }));
-  renew(box, [["legend", [label, kind, at(0), at(1), ramp.fill].join(), build]]);
+    element(
+      "div.tw-legend",
+      element("span", label, about),
+      element("div.tw-scale", element("div.tw-ramp", { style }), ends),
+    );
+  renew(box, [["legend", [label, stops, kind, at(0), at(1)].join(), build]]);
 }

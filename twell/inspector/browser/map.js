@@ -66,7 +66,8 @@ export class ActivityMap {
   // text: the colours of the passage. A click on a token or a neuron changes their strip alone.
   draw(text) {
     const { tall, layers, height } = this.rows();
-    const shown = [this.state.colours(), this.state.ramps.dark].join();
+    const { state } = this;
+    const shown = [state.get("skip_first"), state.get("difference"), state.ramps.dark].join();
     if (this.shown !== shown) this.drawCells();
     this.shown = shown;
     this.fill(this.coloursOf(text.values, text.scale), tall - STRIP, STRIP);

@@ -55,6 +55,7 @@ export class NeuronCard {
       changeControls(this.state, side, layer, neuron),
       element(
         "div.tw-neuron-body",
+        { data: { of: [layer, neuron].join() } },
         this.statistics(side, layer, neuron, known),
         this.examples(side, layer, neuron, known),
       ),
@@ -143,7 +144,7 @@ export class NeuronCard {
       kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
       element(
         "div.tw-scrolled",
-        { tabindex: "0", data: { of: [layer, neuron, kind].join() } },
+        { tabindex: "0", data: { of: kind } },
         here && this.placesHere(side, layer, neuron),
         known[kind]?.map((example) => this.exampleLine(side, example, known.largest)),
       ),
