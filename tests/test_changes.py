@@ -308,7 +308,7 @@ def test_the_same_neuron_in_two_checkpoints(open_page, two):
     for shown, column in zip(facts.all_text_contents(), columns, strict=True):
         strongest = column[np.abs(column).argmax()]
         assert float(shown.replace("\u2212", "-")) == pytest.approx(strongest, rel=6e-3)
-    ends = texts(page, ".tw-scale")
+    ends = texts(page, ".tw-legend")
     assert ends[0] == ends[2] and ends[1] == ends[3]
     # The difference of h at each token.
     page.get_by_label("right: difference to left").check()

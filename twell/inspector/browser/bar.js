@@ -12,8 +12,6 @@ const ABOUT_FIRST =
   "The first token of a sequence is by far the most active, so colours and scales leave it out.";
 
 export function bar(state) {
-  const pick = (trait, label, pairs, chosen = state.get(trait)) =>
-    select(label, pairs, chosen, (value) => state.put({ [trait]: value }));
   const box = (trait, name) => {
     const onchange = ({ target }) => state.put({ [trait]: target.checked });
     const about = { type: "checkbox", checked: state.get(trait), "aria-label": name };
@@ -26,7 +24,7 @@ export function bar(state) {
   const { side, layer, neuron } = state.selected();
   const known = !lacking && side.rise(layer, neuron);
   const colours = Object.entries(COLOURS).filter(([name]) => known || name !== "effect");
-  const colouring = pick("colour", "colour", colours, colour);
+  const colouring = select("colour", colours, colour, (colour) => state.put({ colour }));
   if (lacking)
     Object.assign(colouring.options[1], { disabled: true, title: "click a neuron first" });
   return element(

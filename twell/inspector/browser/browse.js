@@ -55,11 +55,6 @@ export class Browse {
     this.selectTokens(side, [...listed(this.state.query.selected), ...tokens]);
   }
 
-  choose(index) {
-    const { side } = this.state.selected();
-    this.state.chooseNeuron(side, Math.floor(index / side.N), index % side.N);
-  }
-
   show() {
     const { state, view } = this;
     const { side, layer, neuron } = state.selected();
@@ -159,10 +154,11 @@ export class Browse {
     const live = canChange(this.state);
     const columns = this.columns(overview);
     const row = (index) => {
-      const name = `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`;
+      const [layer, neuron] = [Math.floor(index / overview.N), index % overview.N];
+      const name = `${layer} \u00b7 ${neuron}`;
       const about = { "aria-current": index === selected && "true" };
       const cells = columns.map(([, , cell]) => element("span", cell(index)));
-      const choose = () => this.choose(index);
+      const choose = () => this.state.chooseNeuron(this.state.selected().side, layer, neuron);
       const hit = button(".tw-item.tw-hit", choose, about, element("b", name), cells);
       if (!live) return hit;
       const onchange = ({ target }) => {

@@ -125,12 +125,12 @@ export function passageColours(state, side) {
   const { kind, label, of } = wayOf(state, side, how);
   const values = read(side);
   const left = state.reference(side);
-  if (left && (how !== "neuron" || state.shares(left, side))) {
+  if (left && how !== "effect" && (how !== "neuron" || state.shares(left, side))) {
     const [change] = differences([values], [read(left)]);
     const scale = scaleOfChange(state, left, label, [change]);
     return { values: change, scale, of: (value) => `change of ${of(value)}` };
   }
-  const sharing = how === "neuron" ? state.sharing(side) : state.sides;
+  const sharing = { neuron: state.sharing(side), effect: [side] }[how] ?? state.sides;
   return { values, of, scale: scaleOf(state, kind, label, sharing.map(read)) };
 }
 
@@ -172,13 +172,9 @@ export function showLegend(box, { label, kind, ramp, index, at }) {
   const text = (value) => (kind === "signed" && value ? signed(value) : number(value));
   const stops = range(0, 16).map((n) => ramp.fill[index(at(n / 16))] || "transparent");
   const style = { backgroundImage: `linear-gradient(90deg, ${stops})` };
-  const ends = [0, 0.5, 1].map((place) => element("small", text(at(place))));
+  const [low, high] = [0, 1].map((place) => element("small", text(at(place))));
   const about = label.startsWith("h of") && help(ABOUT_H);
-  const build = () =>
-    element(
-      "div.tw-legend",
-      element("span", label, about),
-      element("div.tw-scale", element("div.tw-ramp", { style }), ends),
-    );
+  const bar = element("span.tw-ramp", { style });
+  const build = () => element("div.tw-legend", element("span", label, about), low, bar, high);
   renew(box, [["legend", [label, stops, kind, at(0), at(1)].join(), build]]);
 }

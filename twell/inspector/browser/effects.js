@@ -23,9 +23,10 @@ export function effectsOf(cards, side, token) {
   const cells = (pair, most) =>
     words.flatMap((_, n) => [signedBar(pair[n] / most), signedText(pair[n], 2)]);
   const exact = side.silenced && next !== null;
+  const head = ["silenced", help(ABOUT_SILENCED)];
   const drawn = (first, rows, last) =>
     table(
-      ["72px", ...words.map(() => "minmax(24px, 1fr) 44px"), ...(last ? ["72px"] : [])].join(" "),
+      ["72px", ...words.map(() => "minmax(24px, 1fr) 52px"), ...(last ? ["72px"] : [])].join(" "),
       [first, ...words.flatMap((word) => [pill(word), ""]), ...(last ? [last] : [])],
       rows,
     );
@@ -45,11 +46,10 @@ export function effectsOf(cards, side, token) {
   const sums = [...parts.map((pair, n) => [names[n], pair]), ["logit", sum]].map(([name, pair]) =>
     element("div.tw-item", element("span", name), cells(pair, longest)),
   );
-  const silenced = exact && ["silenced", help(ABOUT_SILENCED)];
   return element(
     "div.tw-effects",
     element("h3", "direct effects on the next word\u2019s logit", help(ABOUT)),
-    element("div.tw-scrolled", { data: { of: token } }, drawn("neuron", neurons, silenced)),
+    element("div.tw-scrolled", { data: { of: token } }, drawn("neuron", neurons, exact && head)),
     element("h3", "summed by layer"),
     element("div.tw-scrolled", { tabindex: "0" }, drawn("part", sums)),
     quiet("Bars above are of the strongest neurons, sums of all. Sums end with the logit."),

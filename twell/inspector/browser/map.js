@@ -3,7 +3,7 @@
 
 import { included, mapColours, pixel, showLegend } from "./colours.js";
 import { meanOf } from "./data.js";
-import { element, help, renew } from "./elements.js";
+import { element, renew } from "./elements.js";
 import { pressed } from "./keyboard.js";
 import { number, range } from "./words.js";
 
@@ -11,7 +11,6 @@ const STRIP = 8; // height of the passage's colours, and the gap above it, in pi
 const GAP = 5;
 const WIDEST = 32; // of a column, in pixels; the narrowest has one
 const LETTER = 11; // height of a row's number
-const ABOUT_STRIP = "The colours of the text above, one column a token.";
 
 export class ActivityMap {
   constructor(view, side) {
@@ -147,7 +146,7 @@ export class ActivityMap {
       return element(`button.tw-row${here ? ".tw-here" : ""}`, { ...look, onclick }, shown);
     };
     const look = { style: { height: "18px" } };
-    const strip = () => element("div.tw-row", look, "text", help(ABOUT_STRIP));
+    const strip = () => element("div.tw-row", look, "text");
     const shown = [layers.filter(isHere), this.means].join(";");
     renew(this.labels, [["labels", shown, () => element("div", layers.map(label), strip())]]);
   }

@@ -149,10 +149,8 @@ export class View {
   nodesOf(side, part) {
     const facts = this.state.sides.length === 2 && this.facts(side);
     if (part) return [facts, part.passage.nodes, part.map.nodes];
-    const runs = this.state.get("runs");
-    const empty = runs ? "There is no text yet: type one above." : "The text is empty.";
-    const bare = side.about.aggregate === null && !side.about.words;
-    return [facts, (runs || bare) && element("p.tw-empty", empty)];
+    const empty = "There is no text yet: type one above.";
+    return [facts, this.state.get("runs") && element("p.tw-empty", empty)];
   }
 
   facts(side) {
