@@ -126,6 +126,7 @@ def write_atlas(
     if out.is_dir() and any(out.iterdir()) and not (out / "chunks" / "text.js").is_file():
         raise FileExistsError(f"{out} has other files; choose an empty folder, or an atlas")
     catalog = Catalog(side)
+    first = {"data": pack([side]), "0:overview": catalog.chunk("overview")}  # reads the notes
     (out / "chunks").mkdir(parents=True, exist_ok=True)
     for path in (out / "chunks").glob("*.js"):
         path.unlink()
@@ -133,6 +134,5 @@ def write_atlas(
         call = f'twellChunk("{name}", "{_base64(catalog.chunk(name))}");\n'
         results.write_atomically(out / "chunks" / f"{name}.js", call)
     title = f"{side.name}: an atlas of its neurons"
-    first = {"data": pack([side]), "0:overview": catalog.chunk("overview")}
     results.write_atomically(out / "index.html", document(title, {}, first, atlas=True))
     return side

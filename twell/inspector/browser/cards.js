@@ -5,7 +5,6 @@ import { ABOUT_H } from "./colours.js";
 import { changedCard } from "./compare.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
 import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
-import { meanOf } from "./data.js";
 import { effectsOf } from "./effects.js";
 import { NeuronCard } from "./neuron_card.js";
 import { integer, number, percent, plural, range, signed } from "./words.js";
@@ -201,8 +200,8 @@ function begin(side) {
   if (!later.length) return [];
   const best = (values) => later.reduce((one, other) => (values[other] > values[one] ? other : one));
   const [busiest, surprising] = [best(side.means), best(side.surprise)];
-  const active = `${number(side.means[busiest])} active a layer`;
-  const nats = `${number(side.surprise[surprising])} nats`;
+  const active = ` ${number(side.means[busiest])} active a layer`;
+  const nats = ` ${number(side.surprise[surprising])} nats`;
   const colour = { colour: "surprise" };
   const found = [
     ["Busiest token", [pill(side.text(busiest)), active], { token: busiest }],
@@ -212,14 +211,6 @@ function begin(side) {
   if (value) {
     const note = [`layer ${layer}, ${neuron}: ${signed(value)} at `, pill(side.text(token))];
     found.push(["Strongest neuron", note, { token, layer, neuron, colour: "neuron" }]);
-  }
-  const rises = [...(side.silenced ?? [])].map((_, n) => meanOf(side.risesOf(n)));
-  if (rises.length) {
-    const at = rises.indexOf(Math.max(...rises));
-    const [layer, neuron] = [Math.floor(side.silenced[at] / side.N), side.silenced[at] % side.N];
-    const note = `layer ${layer}, ${neuron}: ${signed(rises[at])} nats a token without it, most of `;
-    const one = { layer, neuron, colour: "effect" };
-    found.push(["Neuron that is missed", `${note}${rises.length} that were silenced`, one]);
   }
   return found;
 }

@@ -123,11 +123,7 @@ class Side {
   // How the surprise of each token rises without a neuron; undefined if that was not computed.
   rise(layer, neuron) {
     const row = this.silenced?.indexOf(layer * this.N + neuron) ?? -1;
-    return row < 0 ? undefined : this.risesOf(row);
-  }
-
-  risesOf(row) {
-    return this.rises.subarray(row * this.T, (row + 1) * this.T);
+    return row < 0 ? undefined : this.rises.subarray(row * this.T, (row + 1) * this.T);
   }
 
   // Of an array of rows those of a layer: a value a token.

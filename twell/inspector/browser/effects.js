@@ -8,9 +8,11 @@ const ABOUT =
   "this adds to a word\u2019s logit through the last norm and the unembedding, against the mean " +
   "over all words. Approximation: the norm\u2019s scale is taken as fixed. What later layers make " +
   "of it is left out.";
-const ABOUT_SILENCED =
+const ABOUT_EXACT =
   "Exact: how much the surprise of the next token rises, in nats, when the model runs without the " +
   "neuron at all tokens.";
+
+const rounded = (value) => signedText(Number(value.toFixed(2)), 2);
 
 export function effectsOf(cards, side, token) {
   const effects = side.effects(token);
@@ -21,13 +23,13 @@ export function effectsOf(cards, side, token) {
   const words = [likeliest, next].filter((word, n) => n === 0 || ![null, likeliest].includes(word));
   const most = (pairs) => Math.max(...pairs.flatMap((pair) => [...pair].map(Math.abs))) || 1;
   const cells = (pair, most) =>
-    words.flatMap((_, n) => [signedBar(pair[n] / most), signedText(pair[n], 2)]);
+    words.flatMap((_, n) => [signedBar(pair[n] / most), rounded(pair[n])]);
   const exact = side.silenced && next !== null;
-  const head = ["silenced", help(ABOUT_SILENCED)];
+  const head = ["exact", help(ABOUT_EXACT)];
   const drawn = (first, rows, last) =>
     table(
-      ["72px", ...words.map(() => "minmax(24px, 1fr) 52px"), ...(last ? ["72px"] : [])].join(" "),
-      [first, ...words.flatMap((word) => [pill(word), ""]), ...(last ? [last] : [])],
+      `auto ${words.map(() => "minmax(20px, 1fr) 46px").join(" ")} ${last ? "48px" : ""}`,
+      [first, ...words.map((word) => pill(word)), ...(last ? [last] : [])],
       rows,
     );
   const widest = most(strongest.map(({ pair }) => pair));
@@ -35,7 +37,7 @@ export function effectsOf(cards, side, token) {
     const rise = exact && side.rise(layer, neuron)?.[token + 1];
     const about = { type: "button", ...cards.choosing(side, layer, neuron, token) };
     const name = element("span", `${layer} \u00b7 ${neuron}`);
-    const silenced = Number.isFinite(rise) ? signedText(rise, 2) : element("span", "\u2013");
+    const silenced = Number.isFinite(rise) ? rounded(rise) : element("span", "\u2013");
     return element("button.tw-item.tw-effect", about, name, cells(pair, widest), exact && silenced);
   });
   const names = ["embedding"];
