@@ -164,6 +164,7 @@ def test_a_page_has_direct_effects_and_silences(open_page, pair):
     page.locator(".tw-strip-of-changes", has_text=line).wait_for()
     colours = coloured(page)
     assert all(sign == np.sign(rise[n]) for n, sign in colours.items()) and colours
+    assert violations(page) == []
 
 
 @in_browser

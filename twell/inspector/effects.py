@@ -67,17 +67,20 @@ def lenses(model: PreTrainedModel, following: Sequence[int]) -> Iterator[list[Le
         logits = logits.flatten(0, -2)
         follows = following[done : done + len(logits)].to(logits.device)
         ids = torch.stack([logits.argmax(-1), follows], 1)
+        streams[-1] = streams[-1].float()
         both, zero = words[ids] * (ids >= 0)[..., None], norm(torch.zeros_like(streams[-1]))
-        linear = [normed(norm, stream) for stream in streams]
-        scale = ((norm(streams[-1]) - zero) * linear[-1]).sum(-1) / linear[-1].square().sum(-1)
-        effects = [torch.einsum("tk,twk->tw", part, both) * scale[:, None] for part in linear]
-        bias = torch.einsum("tk,twk->tw", zero, both)
-        parts = ids, scale, torch.stack(effects, 1) + bias[:, None]
+        linear = normed(norm, streams[-1])
+        scale = ((norm(streams[-1]) - zero) * linear).sum(-1) / linear.square().sum(-1)
+        effects = [
+            torch.einsum("tk,twk->tw", normed(norm, stream.float()) * scale[:, None] + zero, both)
+            for stream in streams
+        ]
+        parts = ids, scale, torch.stack(effects, 1)
         collected.append(Lens(*(part.cpu().numpy() for part in parts)))
         streams.clear()
 
     def keep(_: nn.Module, inputs: tuple) -> None:
-        streams.append(inputs[0].flatten(0, -2).float())
+        streams.append(inputs[0].flatten(0, -2))
 
     hooks = [module.register_forward_pre_hook(keep) for module in (*_blocks(model), last)]
     hooks.append(model.get_output_embeddings().register_forward_hook(look))
@@ -98,7 +101,7 @@ def _blocks(model: PreTrainedModel) -> list[nn.Module]:
 @torch.no_grad()
 def direct(model: PreTrainedModel, passage: Trace, lens: Lens) -> Direct:
     """Return the direct effects of all parts of a traced passage."""
-    ids, norm = torch.as_tensor(lens.ids), full_norm(model)
+    ids, norm = torch.as_tensor(lens.ids, device=model.device), full_norm(model)
     words = (centred(model)[ids] * (ids >= 0)[..., None]).numpy(force=True)
     to = torch.as_tensor(words * lens.scale[:, None, None]).to(model.device)
     sums, neurons = np.zeros((passage.num_tokens, passage.num_layers, 2)), []

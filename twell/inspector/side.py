@@ -116,8 +116,9 @@ class Side:
 
     @functools.cached_property
     def direct(self) -> Direct | None:
-        """Direct effects on the logits behind each token; None where no model ran."""
-        return None if self.lens is None else direct(self.model, self.trace, self.lens)
+        """Direct effects on the logits behind each token; None where no unchanged model ran."""
+        known = self.lens is not None and not self.changes  # else a trace has other h
+        return direct(self.model, self.trace, self.lens) if known else None
 
     def check_runs(self) -> None:
         """Raise ValueError unless the model can run the passage again."""

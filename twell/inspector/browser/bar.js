@@ -20,9 +20,10 @@ export function bar(state) {
   // Without a selected neuron none can colour the passage.
   const lacking = state.selected().neuron === null;
   const chosen = state.get("colour");
-  const colour = lacking && chosen !== "surprise" ? "count" : chosen;
   const { side, layer, neuron } = state.selected();
   const known = !lacking && side.rise(layer, neuron);
+  const possible = chosen === "effect" && !known ? "neuron" : chosen;
+  const colour = lacking && possible === "neuron" ? "count" : possible;
   const colours = Object.entries(COLOURS).filter(([name]) => known || name !== "effect");
   const colouring = select("colour", colours, colour, (colour) => state.put({ colour }));
   if (lacking)

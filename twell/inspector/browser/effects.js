@@ -12,7 +12,7 @@ const ABOUT_EXACT =
   "Exact: how much the surprise of the next token rises, in nats, when the model runs without the " +
   "neuron at all tokens.";
 
-const rounded = (value) => signedText(Number(value.toFixed(2)), 2);
+const rounded = (value) => signedText(Number(value.toFixed(2)), Math.abs(value) < 0.1 ? 1 : 2);
 
 export function effectsOf(cards, side, token) {
   const effects = side.effects(token);
@@ -28,7 +28,7 @@ export function effectsOf(cards, side, token) {
   const head = ["exact", help(ABOUT_EXACT)];
   const drawn = (first, rows, last) =>
     table(
-      `auto ${words.map(() => "minmax(20px, 1fr) 46px").join(" ")} ${last ? "48px" : ""}`,
+      `auto ${words.map(() => "minmax(20px, 1fr) 46px").join(" ")} ${last ? "56px" : ""}`,
       [first, ...words.map((word) => pill(word)), ...(last ? [last] : [])],
       rows,
     );
