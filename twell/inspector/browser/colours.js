@@ -174,8 +174,7 @@ export function showLegend(box, { label, kind, ramp, index, at }) {
   const style = { backgroundImage: `linear-gradient(90deg, ${stops})` };
   const [low, high] = [0, 1].map((place) => element("small", text(at(place))));
   const about = label.startsWith("h of") && help(ABOUT_H);
-  const bar = element("span.tw-ramp", { style });
-  const scale = element("span.tw-group", low, bar, high);
+  const scale = element("span.tw-group", low, element("span.tw-ramp", { style }), high);
   const build = () => element("div.tw-legend", element("span", label, about), scale);
   renew(box, [["legend", [label, stops, kind, at(0), at(1)].join(), build]]);
 }

@@ -49,9 +49,11 @@ export function changeControls(state, side, layer, neuron) {
     const silent = state.get("colour") === "effect";
     const show = () => state.put({ colour: silent ? "neuron" : "effect" });
     const pressed = { "aria-pressed": String(silent) };
-    const known = side.rise(layer, neuron);
-    const silence = button(".tw-copy", show, pressed, "silence");
-    return known && element("div.tw-change", silence, help(ABOUT_SILENCED));
+    if (!side.silenced) return null;
+    const silence = side.rise(layer, neuron)
+      ? [button(".tw-copy", show, pressed, "silence"), help(ABOUT_SILENCED)]
+      : quiet(`This page can silence ${side.silenced.length} neurons, and not this one.`);
+    return element("div.tw-change", silence);
   }
   const isIt = (change) => change.layer === layer && change.neuron === neuron;
   const now = state.get("changes").find(isIt);

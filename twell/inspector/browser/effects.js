@@ -54,6 +54,6 @@ export function effectsOf(cards, side, token) {
     element("div.tw-scrolled", { data: { of: token } }, drawn("neuron", neurons, exact && head)),
     element("h3", "summed by layer"),
     element("div.tw-scrolled", { tabindex: "0" }, drawn("part", sums)),
-    quiet("Bars above are of the strongest neurons, sums of all. Sums end with the logit."),
+    quiet("Bars are of the strongest neurons, sums of all; they end with the logit."),
   );
 }
