@@ -1,4 +1,4 @@
-"""Draw figures/inspector.png and .gif, the inspector at work: python -m scripts.screenshot MODEL"""
+"""Draw figures/inspector*.png, the questions of docs/inspector.md: python -m scripts.screenshot MODEL"""
 
 import io
 import sys
@@ -21,36 +21,35 @@ PASSAGE = (
     "tire, we will never fail."
 )
 
-
-# The questions of docs/inspector.md, as addresses of a page.
+# The questions of docs/inspector.md: file names, and addresses of a page.
 ASKED = "finding=yes&where=selected"
-QUESTIONS = (
-    f"{ASKED}&selected=digits",
-    f"{ASKED}&selected=digits&layer=1&neuron=587&colour=neuron",
-    f"{ASKED}&selected=sentence%20start&over=examples&layer=0&neuron=357&colour=neuron",
-)
-SEEN = {"difference": True, "colour": "surprise"}
-SILENCED = [{"layer": 1, "neuron": neuron, "scale": 0} for neuron in (19, 587)]
+SILENT = "layer=1&neuron=587&colour=effect"
+QUESTIONS = {
+    "inspector": f"{ASKED}&selected=digits&layer=1&neuron=587&colour=neuron",
+    "inspector_starts": f"{ASKED}&selected=sentence%20start&layer=0&neuron=357&colour=neuron",
+    "inspector_silenced": f"{ASKED}&selected=digits%20after%20digits&{SILENT}",
+    "inspector_effects": "token=95",
+}
 
 
 def main(model: str) -> None:
     sides = inspector.sides(model, PASSAGE)
-    changed = [sides[0], sides[0].changed(SILENCED)]
-    pages = [inspector.page(sides)] * len(QUESTIONS) + [inspector.page(changed, SEEN)]
-    frames = []
+    inspector.silence_each(sides[0], 200)
+    path = results.root() / "build" / "inspector.html"
+    results.write_atomically(path, inspector.page(sides))
     with chromium() as browser:
-        tab = browser.new_page(viewport={"width": 1280, "height": 760}, color_scheme="light")
-        for html, address in zip(pages, (*QUESTIONS, QUESTIONS[0]), strict=True):
-            path = results.root() / "build" / f"inspector{len(frames)}.html"
-            results.write_atomically(path, html)
+        for name, address in QUESTIONS.items():
+            tab = browser.new_page(viewport={"width": 1180, "height": 880}, color_scheme="light")
             tab.goto(f"{path.as_uri()}#{address}")
-            tab.wait_for_selector(".tw-hit")
+            tab.wait_for_selector(".tw-card")
             tab.wait_for_timeout(2000)  # every chunk is there
-            image = Image.open(io.BytesIO(tab.screenshot())).convert("RGB")
-            frames.append(image.quantize(128, dither=Image.Dither.NONE))  # a third of the bytes
-    frames[1].save(results.root() / "figures" / "inspector.png", optimize=True)
-    rest = {"save_all": True, "append_images": frames[1:], "duration": 4000, "loop": 0}
-    frames[0].save(results.root() / "figures" / "inspector.gif", **rest)
+            if name == "inspector_effects":
+                shot = tab.locator(".tw-effects").screenshot()
+            else:
+                shot = tab.screenshot()
+            image = Image.open(io.BytesIO(shot)).convert("RGB")
+            few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            few.save(results.root() / "figures" / f"{name}.png", optimize=True)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def show_live(tab, widget) -> None:
     tab.expose_function("toPython", to_python)
     tab.expose_function("askPython", ask_python)
     tab.set_content(f"<!doctype html><style>{inspector.style()}</style><body></body>")
-    script = base64.b64encode(inspector.script("widget.js").encode()).decode()
+    script = base64.b64encode(inspector.script().encode()).decode()
     tab.add_script_tag(content=LIVE % script, type="module")
     tab.wait_for_selector(".tw-bar", state="attached")
 

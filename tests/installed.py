@@ -25,7 +25,7 @@ import json, lm_eval.tasks, sys, twell, twell.evaluate as e, twell.train as t
 import twell.inspector, twell.sparse.ops, twell.sparse.calibration as c
 assert twell.__file__.startswith(sys.prefix), twell.__file__
 assert len([t.TrainConfig.load(file) for file in t.CONFIGS.iterdir()]) > 9
-twell.inspector.script(), twell.inspector.script("widget.js"), twell.inspector.style()
+twell.inspector.script(), twell.inspector.style()
 c.default(2048, 5632, True), c.default(2048, 5632, True, True)
 manager = lm_eval.tasks.TaskManager
 for folder in ("both", "hub", "local"):

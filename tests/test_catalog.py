@@ -71,15 +71,12 @@ def test_a_catalog_has_what_the_weights_say(model, pair, monkeypatch):
             np.testing.assert_allclose(sign * changes[:, half], expected, 2e-3, 1e-6)
             first = (sign * change).argmax(0)
             assert words[:, half, 0].tolist() == [strings[word] for word in first]
-        up = ffn.up_proj.weight.detach().double().numpy()
         kin = {
-            "gate": (gates[own], gates[own], 96 * layer, 0),
-            "up": (up, up, 96 * layer, 0),
             "down": (outputs[own], outputs, 0, 96 * layer),
             "read": (outputs[:96], gates[96:], 96, None),
             "written": (gates[96:], outputs[:96], 0, None),
         }
-        assert header["like"] == ["gate", "up", "down", ["read", "written"][layer]]
+        assert header["like"] == ["down", ["read", "written"][layer]]
         for name in header["like"]:
             kin_are_the_nearest(arrays, name, *kin[name])
 

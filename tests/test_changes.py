@@ -3,10 +3,13 @@
 import copy
 import dataclasses
 
+import nbformat
 import numpy as np
 import pytest
 import torch
 import traitlets
+from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 import twell
 from tests.browser import coloured, in_browser, settle, texts, violations
@@ -88,6 +91,95 @@ def test_changes_that_cannot_be_are_refused(pair):
         with pytest.raises(traitlets.TraitError, match=words):
             view.changes = [change]
         assert view.changes == []
+
+
+@torch.no_grad()
+def test_direct_effects_sum_to_the_logits(pair):
+    """Against plain torch in fp64: what attention and each neuron write, behind the last norm."""
+    model, _ = pair
+    side, attention = twell.inspect(pair, "ba de fun de ba").sides[0], []
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda *each: attention.append(each[2][0][0]))
+        for layer in model.model.layers
+    ]
+    ids = torch.tensor(side.trace.token_ids.astype(int))
+    output = model(input_ids=ids[None], output_hidden_states=True)
+    for hook in hooks:
+        hook.remove()
+    h = [torch.tensor(side.trace.layer(layer).toarray()).double() for layer in range(2)]
+    down = [ffn.down_proj.weight.T.double() for ffn in model.ffns]
+    writes = [output.hidden_states[0][0].double(), *(one.double() for one in attention)]
+    stream = sum(writes) + sum(one @ rows for one, rows in zip(h, down, strict=True))
+    norm, head, logits = model.model.norm, model.lm_head.weight, output.logits[0].double()
+    scale = (stream.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+    for word, at in enumerate((logits.argmax(-1), ids.roll(-1))):
+        to = (head[at] - head.mean(0)).double() * norm.weight.double() * scale
+        to[len(ids) - word :] = 0  # no word follows the last token
+        start, *rest = ((one * to).sum(-1) for one in writes)
+        each = [one * (to @ rows.T) for one, rows in zip(h, down, strict=True)]
+        sums = torch.stack([one.sum(-1) for one in each], 1)
+        fired = torch.cat([one[values != 0] for one, values in zip(each, h, strict=True)])
+        expected = (start, torch.stack(rest, 1), sums, fired)
+        for found, values in zip(side.direct, expected, strict=True):
+            np.testing.assert_allclose(found[..., word], values, rtol=1e-3, atol=2e-6)
+        total = (start + sum(rest) + sums.sum(1))[: len(ids) - word]
+        centred = (logits - logits.mean(-1, keepdim=True)).gather(1, at[:, None])[: len(total), 0]
+        np.testing.assert_allclose(total, centred, rtol=1e-4, atol=1e-5)
+
+
+def test_silencing_each_is_the_model_without_the_neuron(pair):
+    model, tokenizer = pair
+    widget = twell.inspect(pair, TEXT)
+    widget.silence_each(3)
+    layers, neurons, rises = widget.sides[0].silenced
+    share = widget.to_frame().query("position > 0").groupby(["layer", "neuron"])["share"].max()
+    assert share[list(zip(layers, neurons, strict=True))].min() >= share.nlargest(3).min()
+    for layer, neuron, rise in zip(layers, neurons, rises, strict=True):
+        by_hand = copy.deepcopy(model)
+        by_hand.ffns[layer].down_proj.weight.data[:, neuron] = 0
+        expected = widget.trace.logprob - trace_text(by_hand, tokenizer, TEXT).logprob
+        np.testing.assert_allclose(rise, expected, rtol=1e-4, atol=1e-5)
+        assert np.nanmax(np.abs(rise)) > 1e-4
+
+
+@in_browser
+def test_a_page_has_direct_effects_and_silences(open_page, pair):
+    side = twell.inspect(pair, TEXT).sides[0]
+    inspector.silence_each(side, 4)
+    (layer, *_), (neuron, *_), (rise, *_) = side.silenced
+    page = open_page([side], {"token": 12})
+    token = np.concatenate([side.trace.layer(n).tocoo().coords[0] for n in range(2)])
+    largest = np.abs(side.direct.neurons[token == 12]).max()
+    rows = page.locator("button.tw-effect")
+    shown = [float(text.replace("\u2212", "-")) for text in rows.first.locator("b").all_inner_texts()]
+    assert max(map(abs, shown[:2])) == pytest.approx(largest, rel=0.06)
+    logit = page.locator(".tw-effects .tw-item", has_text="logit").locator("b").first.inner_text()
+    total = side.direct.start[12, 0] + (side.direct.attention + side.direct.sums)[12, :, 0].sum()
+    assert float(logit) == pytest.approx(total, rel=0.06)
+    assert violations(page) == []
+    page.goto(f"{page.url}#layer={layer}&neuron={neuron}")
+    page.get_by_role("button", name="silence", exact=True).click()
+    before = -np.nanmean(side.trace.logprob)
+    line = f"loss {before:.3f} \u2192 {before + np.nanmean(rise):.3f} nats"
+    page.locator(".tw-strip-of-changes", has_text=line).wait_for()
+    colours = coloured(page)
+    assert all(sign == np.sign(rise[n]) for n, sign in colours.items()) and colours
+    assert violations(page) == []
+
+
+@in_browser
+def test_an_exported_notebook_shows_the_view_without_a_network(browser, model, tmp_path):
+    code = f"import twell\ntwell.inspect({str(model)!r}, 'ba de fun', token=2)"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    NotebookClient(notebook, kernel_name="python3").execute()
+    (tmp_path / "exported.html").write_text(HTMLExporter().from_notebook_node(notebook)[0])
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    page.goto((tmp_path / "exported.html").as_uri())
+    page.frame_locator(".twell-page").locator(".tw-token").wait_for()
+    page.frame_locator(".twell-page").locator(".tw-t").first.click()
+    page.frame_locator(".twell-page").locator(".tw-token", has_text="token 0").wait_for()
+    context.close()
 
 
 @in_browser
@@ -217,7 +309,7 @@ def test_the_same_neuron_in_two_checkpoints(open_page, two):
     for shown, column in zip(facts.all_text_contents(), columns, strict=True):
         strongest = column[np.abs(column).argmax()]
         assert float(shown.replace("\u2212", "-")) == pytest.approx(strongest, rel=6e-3)
-    ends = texts(page, ".tw-legend svg")
+    ends = texts(page, ".tw-legend")
     assert ends[0] == ends[2] and ends[1] == ends[3]
     # The difference of h at each token.
     page.get_by_label("right: difference to left").check()

@@ -74,6 +74,19 @@ def test_words_go_through_the_last_norm_of_the_family(folder, kind):
         torch.testing.assert_close(values, expected.detach(), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("kind", LAST)
+@torch.no_grad()
+def test_direct_effects_sum_to_the_logits_of_the_family(folder, kind):
+    path, dense = folder(kind)
+    side = inspector.sides(trace.load_with_tokenizer(path), TEXT)[0]
+    logits = dense(input_ids=torch.tensor(side.trace.token_ids[None].astype(int))).logits[0]
+    start, attention, sums, _ = side.direct
+    total = torch.from_numpy(start + (attention + sums).sum(1))[:, 0].float()
+    expected = logits.max(-1).values - logits.mean(-1)
+    torch.testing.assert_close(total, expected, rtol=1e-3, atol=1e-4)
+    assert np.abs(attention).mean() > 0 < np.abs(sums).mean()
+
+
 def test_commands_take_opt_and_those_for_llamas_refuse_it_by_name(folder, capsys):
     path, dense = folder("opt")
     out = path.parent / "out"

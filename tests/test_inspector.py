@@ -110,14 +110,12 @@ def test_typed_text_is_run(model, pair):
 # --- the selection
 
 
-@pytest.mark.parametrize(
-    ("token", "layer", "neuron", "layers"), [(None, None, None, [1, 2]), (3, 2, None, [0, 1])]
-)
-def test_to_frame_has_the_entries_that_match(token, layer, neuron, layers):
+@pytest.mark.parametrize(("token", "layer"), [(None, None), (3, 2)])
+def test_to_frame_has_the_entries_that_match(token, layer):
     passage, mask = make_trace(SEED, num_tokens=30)
-    selected = {"token": token, "layer": layer, "neuron": neuron, "layers": layers}
-    table = twell.inspect(passage, aggregate=aggregate_of(passage), **selected).to_frame()
-    first, last = (layer, layer) if layer is not None else layers
+    counted = aggregate_of(passage)
+    table = twell.inspect(passage, aggregate=counted, token=token, layer=layer).to_frame()
+    first, last = (0, 2) if layer is None else (layer, layer)
     chosen = np.argwhere(mask[first : last + 1]) + [first, 0, 0]
     expected = chosen if token is None else chosen[chosen[:, 1] == token]
     entries = table[["layer", "token", "neuron"]].sort_values(["layer", "token", "neuron"])
@@ -136,56 +134,12 @@ def test_to_frame_has_the_entries_that_match(token, layer, neuron, layers):
 def test_traits_refuse_what_does_not_exist():
     widget = twell.inspect(make_trace(SEED)[0], token=5)
     refused = {"token": (60, -1), "layer": (3,), "neuron": (300,), "side": (1,)}
-    refused |= {"layers": ([2, 1], [0, 3]), "colour": ("red",)}
+    refused |= {"colour": ("red",)}
     for name, values in refused.items():
         for value in values:
             with pytest.raises(traitlets.TraitError):
                 setattr(widget, name, value)
     assert widget.view == VIEW | {"token": 5}
-
-
-def test_presets_are_what_they_say():
-    passage, mask = make_trace(SEED)
-    widget = twell.inspect(passage, skip_first=False)
-    counts, later = mask.sum(-1), passage.position > 0
-    views = {}
-    for name in widget.presets:
-        widget.preset(name)
-        views[name] = widget.view
-    token = views["Busiest token"]["token"]
-    assert later[token] and counts[:, token].sum() == counts[:, later].sum(0).max()
-    surprising = views["Most surprising token"]
-    assert passage.logprob[surprising["token"]] == np.nanmin(passage.logprob)
-    view = views["Strongest neuron"]
-    most = max(np.abs(passage.layer(n)[later].data).max(initial=0) for n in range(3))
-    assert abs(passage.layer(view["layer"])[view["token"], view["neuron"]]) == pytest.approx(most)
-    assert views["Overview"] == VIEW | {"skip_first": False}
-
-
-@pytest.mark.parametrize("colour", inspector.COLOURS)
-def test_a_figure_has_the_values_of_the_view(colour):
-    passage, mask = make_trace(SEED, num_tokens=40)
-    neuron = int(passage.layer(1).indices[0])
-    view = {"colour": colour, "layer": 1, "neuron": neuron, "layers": [1, 2]}
-    widget = twell.inspect(passage, **view)
-    drawn = inspector.drawn(widget.sides, widget.view)
-    first = passage.position == 0
-    values = {
-        "count": mask[1:3].sum(-1).mean(0),
-        "neuron": passage.layer(1).toarray()[:, neuron],
-        "surprise": -passage.logprob,
-    }[colour].astype(float)
-    seen = drawn["passage"]["value"].to_numpy()
-    low, high = drawn["ends"]
-    assert np.isnan(seen[first]).all()
-    values = np.where((values == 0) & (colour == "count"), low, values)
-    np.testing.assert_allclose(seen[~first], values[~first])
-    if colour == "neuron":
-        assert -low == high == pytest.approx(np.abs(values).max())
-    else:
-        assert high == pytest.approx(max(values[~first].max(), 1))
-    counts = np.where(first, np.nan, mask[1:3].sum(-1))
-    np.testing.assert_array_equal(drawn["counts"], counts)
 
 
 # --- pages
@@ -211,8 +165,8 @@ def test_a_page_needs_nothing_else(model, tmp_path):
     assert {*chunks} == {f"0:{name}" for name in inspector.Catalog(widget.sides[0]).names}
 
 
-def test_the_bundles_are_of_these_sources():
-    """`npm ci && npm run build` in twell/inspector/browser writes bundles and hashes."""
+def test_the_bundle_is_of_these_sources():
+    """`npm ci && npm run build` in twell/inspector/browser writes bundle and hashes."""
     lines = (pages.FOLDER / "bundle.sha256").read_text().splitlines()
     hashes = {name: value for value, name in map(str.split, lines)}
     sources = [*pages.FOLDER.glob("*.js"), pages.FOLDER / "package-lock.json"]

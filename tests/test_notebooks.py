@@ -20,7 +20,7 @@ TINY = "04_tokens", "06_downstream", "07_inspect", "11_one_word"
 MODEL = "01_format", *TINY
 DRAWN = re.compile(r"^!\[.*\]\((?:.*/)?(\w+)\.png\)", re.M)  # of a page
 SMALL = {"tokens": 512, "silenced_tokens": 64, "silenced_neurons": 3, "sparse_items": 3}
-SMALL |= {"word": None}
+SMALL |= {"word": None, "number_tokens": 2048}
 SLACK = 8  # pixels by which boxes, which are larger than their letters, may overlap
 
 

@@ -157,6 +157,10 @@ def inspect(
         int, option("The first token of a trace to show; a page has 4,096.", INPUT)
     ] = 0,
     aggregate: Statistics = None,
+    effects: Annotated[
+        int,
+        option("Neurons, the strongest, that are silenced one at a time for the page.", min=0),
+    ] = 200,
     compare: Annotated[
         str | None, option("Another model or trace, shown beside.", COMPARE, metavar="MODEL")
     ] = None,
@@ -189,6 +193,8 @@ def inspect(
     sides = inspector.sides(
         what, read, compare=compare, aggregate=aggregate, model=model, start=start
     )
+    for side in sides:
+        inspector.silence_each(side, effects, progress=True)
     results.write_atomically(out, inspector.page(sides))
     for side in sides:
         active = side.trace.counts().mean()

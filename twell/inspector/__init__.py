@@ -12,7 +12,7 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         ".side": "AGGREGATE MAX_TOKENS Side Source sides",
-        ".shown": "COLOURS VIEW drawn entries presets",
+        ".shown": "COLOURS VIEW entries silence_each",
         ".packing": "MAX_ENTRIES PRECISE_ENTRIES leading pack",
         ".catalog": "Catalog",
         ".notes": "NOTES read_notes write_note",

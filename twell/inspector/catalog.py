@@ -5,8 +5,8 @@
     text       the text around all examples, and where in it they are
     layer-N    of each neuron of a layer: the histogram of h, the examples' values, and the neurons
                that fire with it
-    words-N    words whose logits each neuron changes most, and the neurons most like it: of its
-               layer by the gate and up projections, of all layers by what they write and read
+    words-N    words whose logits each neuron changes most, and the neurons most like it by what
+               they write and read
 
 A chunk is computed when it is asked for. The widget sends it then; a page takes all along for
 which there is room; an atlas has a file of each. Without an aggregate only the words are known,
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from twell import trace
+from twell.inspector.effects import centred, full_norm, normed, read, written
 from twell.inspector.packing import block, leading, least
 from twell.inspector.side import Side
 from twell.models import last_norm, sparse_ffns
@@ -116,31 +117,31 @@ class Catalog:
 
     @torch.no_grad()
     def _words(self, layer: int) -> tuple[dict, dict]:
-        rows, arrays, known = self._rows(layer), {}, []
-        if (norm := last_norm(self.side.model)) is not None:
-            ids, values = self._promoted(norm, rows["down"])
+        model, arrays, known = self.side.model, {}, []
+        if last_norm(model) is not None:
+            ids, values = self._promoted(written(model, layer))
             known, index = np.unique(ids, return_inverse=True)
             arrays = {"word": least(index), "change": leading(values, 3)}
-        kin = self._kin(layer, rows)
+        kin = self._kin(layer)
         for name, (at, cosine) in kin.items():
             arrays |= {name: least(at), f"{name}_cosine": leading(cosine, 3)}
         strings = trace.token_strings(self.side.tokenizer, list(known))
         return {"strings": strings, "like": [*kin]}, arrays
 
-    def _kin(self, layer: int, rows: dict[str, Tensor]) -> dict[str, tuple]:
+    def _kin(self, layer: int) -> dict[str, tuple]:
         """Return the LIKE neurons most like each of a layer, and their cosines, by kind.
 
-        Neurons are layer * N + number, [N, LIKE]. Kinds: gate and up, of the layer; down, of all
-        layers, which write the same; read, of later layers, which read what the neuron writes;
-        written, of earlier layers, which write what it reads (without the norm between).
+        Neurons are layer * N + number, [N, LIKE]. Kinds: down, which write the same; read, of
+        later layers, which read what the neuron writes; written, of earlier layers, which write
+        what it reads (without the norm between). A large model has those of the layer alone.
         """
         first, number = layer * self.shape[1], self.shape[0] * self.shape[1]
-        kin = {name: _like(_unit(row), _unit(row), 0, first) for name, row in rows.items()}
         if number > ACROSS:
-            return kin
+            outputs = _unit(written(self.side.model, layer))
+            return {"down": _like(outputs, outputs, 0, first)}
         inputs, outputs = self._directions
         of = slice(first, first + self.shape[1])
-        kin["down"] = _like(outputs[of], outputs, first)
+        kin = {"down": _like(outputs[of], outputs, first)}
         if of.stop < number:
             kin["read"] = _like(outputs[of], inputs[of.stop :], None, of.stop)
         if first:
@@ -150,32 +151,24 @@ class Catalog:
     @functools.cached_property
     def _directions(self) -> tuple[Tensor, Tensor]:
         """What all neurons read and write, unit rows [L * N, K]."""
-        layers = [self._rows(layer) for layer in range(self.shape[0])]
-        inputs = [_unit(rows.get("gate", rows["up"])) for rows in layers]
-        return torch.cat(inputs), torch.cat([_unit(rows["down"]) for rows in layers])
+        layers = range(self.shape[0])
+        inputs, outputs = (
+            torch.cat([_unit(rows(self.side.model, layer)) for layer in layers])
+            for rows in (read, written)
+        )
+        return inputs, outputs
 
-    def _promoted(self, norm: nn.Module, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    def _promoted(self, directions: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return the words whose logits each direction raises and lowers most; the changes."""
-        unembedding = self.side.model.get_output_embeddings().weight
+        unembedding, norm = centred(self.side.model), full_norm(self.side.model)
         ids, values = [], []
         for part in directions.split(BATCH):
-            logits = (unembedding @ _normed(norm, part).t()).float().t()  # [n, V]
-            logits = logits - logits.mean(1, keepdim=True)
+            logits = normed(norm, part.float()) @ unembedding.t()  # [n, V]
             number = min(WORDS, logits.shape[1])
             best = [logits.topk(number, largest=largest) for largest in (True, False)]
             values.append(torch.cat([part.values for part in best], 1).cpu())
             ids.append(torch.cat([part.indices for part in best], 1).cpu())
         return torch.cat(ids).numpy(), torch.cat(values).numpy()
-
-    def _rows(self, layer: int) -> dict[str, Tensor]:
-        """Of each projection the weights of every neuron, [N, K]."""
-        ffn = sparse_ffns(self.side.model)[layer]
-        like = next(ffn.parameters())
-        down = _matrix(ffn.down_proj, self.shape[1], like)
-        first = {"gate": ffn.gate_proj, "up": ffn.up_proj}
-        parts = {name: part for name, part in first.items() if part is not None}
-        rows = {name: _matrix(part, down.shape[1], like).t() for name, part in parts.items()}
-        return rows | {"down": down}
 
 
 def _unit(rows: Tensor) -> Tensor:
@@ -198,22 +191,6 @@ def _like(
         cosines.append(table.gather(1, best).cpu())
         at.append(best.cpu() + first)
     return torch.cat(at).numpy(), torch.cat(cosines).numpy()
-
-
-def _matrix(projection: nn.Module, size: int, like: Tensor) -> Tensor:
-    """Return what a projection makes of each unit vector, [size, outputs]; LoRA and FP8 as well."""
-    zero_and_ones = torch.eye(size + 1, size, dtype=like.dtype, device=like.device).roll(1, 0)
-    outputs = projection(zero_and_ones)
-    return outputs[1:] - outputs[:1]
-
-
-def _normed(norm: nn.Module, directions: Tensor) -> Tensor:
-    """Return what the last norm makes of directions [n, K], up to the residual stream's scale."""
-    if isinstance(norm, nn.LayerNorm):  # centres too; Nemotron's adds 1 to its weight
-        scale = directions.std(-1, correction=0, keepdim=True).clamp(min=1e-6)
-        return (norm(directions / scale) - norm(torch.zeros_like(directions))) * scale
-    weight = getattr(norm, "weight", None)
-    return directions if weight is None else directions * weight
 
 
 def _peaks(aggregate: trace.Aggregate) -> np.ndarray:

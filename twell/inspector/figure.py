@@ -1,4 +1,4 @@
-"""A view of the inspector as a figure, and the style of all figures."""
+"""The style of all figures, the inspector's colours, and texts on colours."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ from collections.abc import Iterable, Sequence
 
 import matplotlib as mpl
 import numpy as np
-import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -108,46 +106,6 @@ def text_scale(
     return bar
 
 
-def inspector_colours(diverging: bool = False) -> LinearSegmentedColormap:
-    """The inspector's colours."""
-    palette = PALETTES["light"]["diverging" if diverging else "sequential"]
-    return LinearSegmentedColormap.from_list("twell", palette)
-
-
-def fig_inspector(
-    passage: pd.DataFrame,
-    counts: pd.DataFrame,
-    label: str,
-    ends: tuple[float, float],
-    columns: int = 96,
-) -> Figure:
-    """Draw a view of the inspector: a passage coloured by a value, and active neurons by layer.
-
-    passage: token, value (NaN: left out); counts: active neurons [layer, token]; label: of the
-    values; ends of their scale, signed where the lower is below 0. columns: characters a line.
-    """
-    style()
-    low, high = ends
-    colours = inspector_colours(low < 0)
-    norm = LogNorm(low, high) if low > 0 else Normalize(low, high)
-    places, lines = typeset(passage["token"], columns)
-    # Two figures in one: the text needs the whole width, for which its letters are set.
-    layers = len(counts)
-    heights = [LINE * lines + 0.55, max(0.09 * layers, min(0.13 * layers, 1), 0.5) + 0.5]
-    figure = Figure(figsize=(PAGE, sum(heights)), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=heights)
-    text, heat = above.subplots(), below.subplots()
-    white = 1, 1, 1, 1
-    shades = [white if np.isnan(value) else colours(norm(value)) for value in passage["value"]]
-    write_tokens(text, places, lines, shades, columns)
-    text_scale(above, text, norm, colours, "top", label)
-    colours = inspector_colours().with_extremes(bad="0.85", under="white")
-    norm = LogNorm(1, max(np.nanmax(counts, initial=1), 2))
-    scale = {"label": "active\nneurons", "pad": 0.01, "aspect": 12}
-    few = {f"{axis}ticklabels": max(1, n // 8) for axis, n in zip("yx", counts.shape, strict=True)}
-    active = counts.replace(0, 0.5)
-    sns.heatmap(active, ax=heat, cmap=colours, norm=norm, cbar_kws=scale, **few)
-    plain(heat.collections[0].colorbar.ax.yaxis)
-    heat.set(xlabel="token", ylabel="layer")
-    heat.tick_params(rotation=0)
-    return figure
+def inspector_colours() -> LinearSegmentedColormap:
+    """The inspector's colours of counts."""
+    return LinearSegmentedColormap.from_list("twell", PALETTES["light"]["sequential"])

@@ -14,12 +14,13 @@ import numpy as np
 
 from twell import trace
 from twell.inspector.compare import compared
+from twell.inspector.effects import Direct
 from twell.inspector.figure import PALETTES
-from twell.inspector.shown import presets
 from twell.inspector.side import Side
 from twell.trace import Trace
 
 MAX_ENTRIES = 800_000  # active neurons of all tokens: 2,048 tokens x 12 layers x 30 are 737,280
+MOVERS = 20  # neurons with the largest direct effects that each token keeps
 PRECISE_ENTRIES = 200_000  # passages with more round their values to 16 bits, others to 24
 
 
@@ -132,7 +133,35 @@ def _arrays(side: Side, strongest: int | None, precise: bool) -> dict[str, np.nd
         words = np.unique(side.predictions.ids, return_inverse=True)[1]
         arrays["expected"] = words.reshape(-1).astype(np.uint32)
         arrays["probability"] = leading(side.predictions.probability.reshape(-1), 2)
+    if side.direct is not None:
+        arrays |= _effects(passage, side.direct)
+    if side.silenced is not None:
+        layer, silent, rise = side.silenced
+        arrays["silenced"] = (layer * passage.intermediate_size + silent).astype(np.uint32)
+        arrays["rises"] = leading(np.round(rise * 1024) / 1024, 2)  # compresses to half
     return arrays
+
+
+def _effects(passage: Trace, direct: Direct) -> dict[str, np.ndarray]:
+    """Return direct effects on two logits of each token.
+
+    parts: of the embedding, then attention and neurons of each layer; mover: the MOVERS neurons
+    with the largest effect, layer * N + neuron, from 1 (0: none); moved: their effects.
+    """
+    size = np.abs(direct.neurons).max(1)
+    row = np.repeat(np.arange(len(passage.indptr) - 1), np.diff(passage.indptr))
+    layer, token = np.divmod(row, max(passage.num_tokens, 1))
+    order = np.lexsort((-size, token))
+    rank = np.arange(len(order)) - np.searchsorted(token[order], token[order])
+    best, rank = order[rank < MOVERS], rank[rank < MOVERS]
+    mover = np.zeros((passage.num_tokens, MOVERS), np.uint32)
+    moved = np.zeros((passage.num_tokens, MOVERS, 2))
+    mover[token[best], rank] = 1 + layer[best] * passage.intermediate_size + passage.indices[best]
+    moved[token[best], rank] = direct.neurons[best]
+    layers = np.stack([direct.attention, direct.sums], 2).reshape(len(mover), -1, 2)
+    parts = np.concatenate([direct.start[:, None], layers], 1)
+    packed = {"parts": leading(parts, 2), "moved": leading(moved, 2)}
+    return {name: array.reshape(-1) for name, array in packed.items()} | {"mover": least(mover)}
 
 
 def _about(side: Side, strongest: int | None) -> dict:
@@ -156,5 +185,4 @@ def _about(side: Side, strongest: int | None) -> dict:
         "words": side.model is not None,
         "expected": trace.token_strings(side.tokenizer, expected) if expected else [],
         "changes": list(side.changes),
-        "starts_with": presets(side),
     }

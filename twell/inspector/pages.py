@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import gzip
 import html
 import json
 import string
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
-
-from twell import results, trace
+from twell import results
 from twell.inspector.catalog import Catalog
 from twell.inspector.packing import MAX_ENTRIES, pack
 from twell.inspector.shown import VIEW
@@ -30,9 +27,9 @@ END_OF_DATA = "<!-- end of data -->"
 STYLES = ("view.css", "passage.css", "cards.css")
 
 
-def script(entry: str = "page.js") -> str:
-    """Return an ES module with all that it imports, as `npm run build` in browser/ bundled it."""
-    return (FOLDER / f"bundle-{entry}").read_text(encoding="utf-8")
+def script() -> str:
+    """Return the ES module of widget and page, as `npm run build` in browser/ bundled it."""
+    return (FOLDER / "bundle.js").read_text(encoding="utf-8")
 
 
 def style() -> str:
@@ -126,46 +123,16 @@ def write_atlas(
         raise FileNotFoundError(f"there is no file of notes at {labels}")
     side = load_side(what, aggregate)
     side = dataclasses.replace(side, notes_file=Path(labels) if labels else side.notes_file)
-    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in _lines(side))
     if out.is_dir() and any(out.iterdir()) and not (out / "chunks" / "text.js").is_file():
         raise FileExistsError(f"{out} has other files; choose an empty folder, or an atlas")
     catalog = Catalog(side)
+    first = {"data": pack([side]), "0:overview": catalog.chunk("overview")}  # reads the notes
     (out / "chunks").mkdir(parents=True, exist_ok=True)
     for path in (out / "chunks").glob("*.js"):
         path.unlink()
     for name in catalog.names[1:]:
         call = f'twellChunk("{name}", "{_base64(catalog.chunk(name))}");\n'
         results.write_atomically(out / "chunks" / f"{name}.js", call)
-    packed = gzip.compress(lines.encode(), mtime=0)
-    results.write_atomically(out / "neurons.jsonl.gz", packed)
     title = f"{side.name}: an atlas of its neurons"
-    first = {"data": pack([side]), "0:overview": catalog.chunk("overview")}
     results.write_atomically(out / "index.html", document(title, {}, first, atlas=True))
     return side
-
-
-def _lines(side: Side) -> Iterator[dict]:
-    """Yield the lines of neurons.jsonl.gz, one a neuron; docs/inspector.md describes them."""
-    aggregate, notes = side.aggregate, side.notes
-    fires, sums, largest = aggregate.neurons()
-    for layer, neuron in np.ndindex(*side.shape):
-        places = [
-            {"h": h, "quantile": None if kind == "top" else quantile, "before": before,
-             "token": token, "after": after, "sequence": sequence, "position": position}
-            for kind in ("top", "quantile")
-            for h, quantile, before, token, after, sequence, position in trace.places(
-                aggregate, layer, neuron, kind
-            )
-        ]  # fmt: skip
-        often = max(int(fires[layer, neuron]), 1)
-        yield {
-            "layer": layer,
-            "neuron": neuron,
-            "fires": int(fires[layer, neuron]),
-            "tokens": aggregate.num_tokens,
-            "mean": float(sums[layer, neuron]) / often,
-            "mean_abs": float(aggregate.abs_sum[layer, neuron]) / often,
-            "largest": float(largest[layer, neuron]),
-            "note": notes.get((layer, neuron), ""),
-            "examples": places,
-        }

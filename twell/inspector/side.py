@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import trace
+from twell.inspector.effects import Direct, Lens, direct, lenses
 from twell.inspector.notes import NOTES, check_neuron, read_notes, write_note
 from twell.models import intervene, sparse_ffns
 from twell.trace import Aggregate, Trace
@@ -25,6 +27,14 @@ AGGREGATE = "aggregate.npz"  # beside a model
 WORDS = 10  # likeliest next tokens that are kept
 # A trace or its file; or a model, by its folder or name or as the pair that `twell.load` returns.
 Source = Trace | str | Path | tuple[PreTrainedModel, PreTrainedTokenizerBase | None]
+
+
+class Silenced(NamedTuple):
+    """How the surprise of each token rises without one neuron: layer, neuron [M]; rise [M, T]."""
+
+    layer: np.ndarray
+    neuron: np.ndarray
+    rise: np.ndarray  # nats, NaN at first tokens
 
 
 class Predictions(NamedTuple):
@@ -49,6 +59,8 @@ class Side:
     of: tuple[int, int] = (0, 0)  # the first token shown, and the number of the whole trace
     notes_file: Path | None = None  # beside the model
     predictions: Predictions | None = None  # where a model ran
+    lens: Lens | None = None  # the same, where its last norm is known
+    silenced: Silenced | None = None  # of neurons that were silenced one at a time
     changes: Sequence[dict] = ()  # of neurons while it ran, as of `changed`
 
     def __post_init__(self):
@@ -91,7 +103,7 @@ class Side:
     def changed(self, changes: Sequence[dict]) -> Side:
         """Return the side with its tokens run again while neurons are changed, see `changing`."""
         self.check_runs()
-        run = self._run(self._sequences(), changes)
+        run = self._run(self.sequences(), changes)
         return dataclasses.replace(run, name=f"{self.name}, changed", changes=list(changes))
 
     def expected(self, token: int) -> pd.DataFrame:
@@ -101,6 +113,12 @@ class Side:
         ids, probability = (part[token] for part in self.predictions)
         text = trace.token_strings(self.tokenizer, ids)
         return pd.DataFrame({"model": self.name, "text": text, "probability": probability})
+
+    @functools.cached_property
+    def direct(self) -> Direct | None:
+        """Direct effects on the logits behind each token; None where no unchanged model ran."""
+        known = self.lens is not None and not self.changes  # else a trace has other h
+        return direct(self.model, self.trace, self.lens) if known else None
 
     def check_runs(self) -> None:
         """Raise ValueError unless the model can run the passage again."""
@@ -112,13 +130,16 @@ class Side:
                 "beginning the model needs; choose a start= at position 0"
             )
 
-    def _sequences(self) -> list[np.ndarray]:
+    def sequences(self) -> list[np.ndarray]:
         if not self.trace.num_tokens:
             return []
         return np.split(self.trace.token_ids, np.flatnonzero(self.trace.position == 0)[1:])
 
     def _run(self, sequences: Sequence[Sequence[int]], changes: Sequence[dict] = ()) -> Side:
-        seen = []
+        seen, ids = [], np.concatenate([[], *sequences]).astype(int)
+        ends = np.cumsum([len(one) for one in sequences], dtype=int) - 1
+        following = np.append(ids[1:], -1)[: len(ids)]
+        following[ends] = -1
 
         def predict(head: torch.nn.Module, inputs: tuple, logits: Tensor) -> None:
             for rows in logits.flatten(0, -2).split(1024):  # fp32 of few tokens at a time
@@ -127,13 +148,15 @@ class Side:
 
         handle = self.model.get_output_embeddings().register_forward_hook(predict)
         try:
-            with changing(self.model, changes):
+            with changing(self.model, changes), lenses(self.model, following) as read:
                 traced = trace.trace_tokens(self.model, self.tokenizer, sequences)
         finally:
             handle.remove()
         parts = map(np.concatenate, zip(*seen, strict=True))
         predictions = Predictions(*parts) if seen else None
-        return dataclasses.replace(self, trace=traced, predictions=predictions)
+        lens = Lens(*map(np.concatenate, zip(*read, strict=True))) if read else None
+        ran = {"trace": traced, "predictions": predictions, "lens": lens, "silenced": None}
+        return dataclasses.replace(self, **ran)
 
 
 @contextlib.contextmanager
@@ -194,7 +217,7 @@ def _side(what, text, aggregate=None, model=None, start=0) -> Side:
         return Side(name, shown, aggregate, of=of)
     side = dataclasses.replace(load_side(model, aggregate), name=name, trace=shown, of=of)
     if shown.num_tokens and shown.position[0] == 0:
-        side.predictions = side._run(side._sequences()).predictions
+        side = dataclasses.replace(side._run(side.sequences()), trace=shown)
     return side
 
 

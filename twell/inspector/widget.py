@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.display import HTML, display
 
 try:
     import anywidget
@@ -20,10 +22,9 @@ except ModuleNotFoundError as error:
 
 from twell import results
 from twell.inspector.catalog import Catalog
-from twell.inspector.figure import fig_inspector
 from twell.inspector.packing import pack
-from twell.inspector.pages import page, script, style
-from twell.inspector.shown import COLOURS, VIEW, drawn, entries, presets
+from twell.inspector.pages import document, page, script, style
+from twell.inspector.shown import COLOURS, VIEW, entries, silence_each
 from twell.inspector.side import Side, Source, changing, sides
 from twell.trace import Aggregate, Trace
 
@@ -33,15 +34,15 @@ class Inspector(anywidget.AnyWidget):
 
     The selection can be read and set: `side` (0, or 1 where two are compared), `token` (its number
     in the passage), `layer` and `neuron`, each None for none. So can the colours: `colour`
-    ("count", "neuron", "surprise"); `layers` (first, last), None for all; `skip_first` leaves out
-    the first token of each sequence; `difference` of the second side to the first. `texts` has the
-    typed texts, one a side; setting it runs the model. `changes` has the changed neurons, each a
-    dict of layer, neuron, and scale (0 silences) or value, as of `twell.intervene`; setting it runs
-    the model again, as the second side. A wrong value raises a TraitError that says what exists.
+    ("count", "neuron", "surprise", "effect": of `silence_each`); `skip_first` leaves out the first
+    token of each sequence; `difference` of the second side to the first. `texts` has the typed
+    texts, one a side; setting it runs the model. `changes` has the changed neurons, each a dict of
+    layer, neuron, and scale (0 silences) or value, as of `twell.intervene`; setting it runs the
+    model again, as the second side. A wrong value raises a TraitError that says what exists.
     """
 
-    _esm = script("widget.js")
-    _css = style()
+    _esm = script()
+    _css = style() + ".twell-page { display: none; }"  # of _ipython_display_
 
     data = traitlets.Bytes().tag(sync=True)
     side = Int(0).tag(sync=True)
@@ -49,7 +50,6 @@ class Inspector(anywidget.AnyWidget):
     layer = Int(None, allow_none=True).tag(sync=True)
     neuron = Int(None, allow_none=True).tag(sync=True)
     colour = Enum(COLOURS, "count").tag(sync=True)
-    layers = traitlets.List(Int(), None, minlen=2, maxlen=2, allow_none=True).tag(sync=True)
     skip_first = Bool(True).tag(sync=True)
     difference = Bool(False).tag(sync=True)
     texts = traitlets.List(Unicode()).tag(sync=True)
@@ -71,6 +71,16 @@ class Inspector(anywidget.AnyWidget):
         lengths = (f"{side.name}: {side.trace.num_tokens} tokens" for side in self.sides)
         return f"Inspector({'; '.join(lengths)})"
 
+    def _ipython_display_(self) -> None:
+        """Show the widget, and a page that its style hides: exported notebooks show that alone."""
+        if not InteractiveShell.initialized():
+            raise NotImplementedError
+        bundle, metadata = self._repr_mimebundle_()
+        display(bundle, metadata=metadata, raw=True)
+        page = html.escape(document(repr(self), self.view, {"data": self.data}))
+        look = 'class="twell-page" loading="lazy" style="width: 100%; height: 800px; border: 0"'
+        display(HTML(f'<iframe {look} srcdoc="{page}"></iframe>'))
+
     @property
     def trace(self) -> Trace:
         """The passage of the selected side."""
@@ -90,15 +100,6 @@ class Inspector(anywidget.AnyWidget):
         if value is not None and not 0 <= value < size:
             there = f"use 0 to {size - 1}" if size else "the passage is empty"
             raise traitlets.TraitError(f"{name} {value} does not exist; {there}")
-        return value
-
-    @traitlets.validate("layers")
-    def _check_layers(self, proposal: dict) -> list[int] | None:
-        value, last = proposal["value"], max(side.shape[0] for side in self.sides) - 1
-        if value is not None and not 0 <= value[0] <= value[1] <= last:
-            raise traitlets.TraitError(
-                f"layers is {value}; use [first, last] of layers 0 to {last}, or None for all"
-            )
         return value
 
     @traitlets.validate("changes")
@@ -172,20 +173,6 @@ class Inspector(anywidget.AnyWidget):
         texts = self.texts if len(self.texts) == len(sides) else self.texts[:1] * len(sides)
         return [side.run(text) for side, text in zip(sides, texts, strict=True)]
 
-    def preset(self, name: str) -> None:
-        """Go to one of `presets`. Raises ValueError for another name."""
-        known = self.presets
-        if name not in known:
-            raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(known)}")
-        begin = ("side", "token", "layer", "neuron", "colour", "layers")
-        for trait, value in ({trait: VIEW[trait] for trait in begin} | known[name]).items():
-            setattr(self, trait, value)
-
-    @property
-    def presets(self) -> dict[str, dict]:
-        """Views to begin with, found in the passage: the traits that each sets, by name."""
-        return {preset["name"]: preset["view"] for preset in presets(self.sides[0])}
-
     def to_frame(self) -> pd.DataFrame:
         """Return the exact active neurons of the selection; see `inspector.entries`."""
         return entries(self.sides, self.view)
@@ -201,9 +188,11 @@ class Inspector(anywidget.AnyWidget):
             raise ValueError("no token is selected; give its number")
         return pd.concat([side.expected(token) for side in self.sides], ignore_index=True)
 
-    def figure(self) -> Figure:
-        """Return the present view as a figure: the passage, and its layers by tokens."""
-        return fig_inspector(**drawn(self.sides, self.view))
+    def silence_each(self, number: int = 200) -> None:
+        """Silence the strongest neurons one at a time; pages then show the exact effects."""
+        for side in self.sides:
+            silence_each(side, number)
+        self.data = pack(self.sides)
 
     def to_html(self, path: str | Path) -> Path:
         """Write the present view as one HTML file (see `inspector.page`) and return its path."""

@@ -1,15 +1,17 @@
 // The controls above the passage, one or more for each trait of the view.
 
 import { element, help, labelled, select } from "./elements.js";
-import { range } from "./words.js";
 
-const COLOURS = [["count", "active neurons"], ["neuron", "one neuron"], ["surprise", "surprise"]];
+export const COLOURS = {
+  count: "active neurons",
+  neuron: "one neuron",
+  surprise: "surprise",
+  effect: "surprise without the neuron",
+};
 const ABOUT_FIRST =
   "The first token of a sequence is by far the most active, so colours and scales leave it out.";
 
 export function bar(state) {
-  const pick = (trait, label, pairs, chosen = state.get(trait)) =>
-    select(label, pairs, chosen, (value) => state.put({ [trait]: value }));
   const box = (trait, name) => {
     const onchange = ({ target }) => state.put({ [trait]: target.checked });
     const about = { type: "checkbox", checked: state.get(trait), "aria-label": name };
@@ -18,28 +20,19 @@ export function bar(state) {
   // Without a selected neuron none can colour the passage.
   const lacking = state.selected().neuron === null;
   const chosen = state.get("colour");
-  const colour = chosen === "neuron" && lacking ? "count" : chosen;
-  const colouring = pick("colour", "colour", COLOURS, colour);
+  const { side, layer, neuron } = state.selected();
+  const known = !lacking && side.rise(layer, neuron);
+  const possible = chosen === "effect" && !known ? "neuron" : chosen;
+  const colour = lacking && possible === "neuron" ? "count" : possible;
+  const colours = Object.entries(COLOURS).filter(([name]) => known || name !== "effect");
+  const colouring = select("colour", colours, colour, (colour) => state.put({ colour }));
   if (lacking)
     Object.assign(colouring.options[1], { disabled: true, title: "click a neuron first" });
   return element(
     "div.tw-bar",
     { role: "group", "aria-label": "what is shown" },
     labelled("Colour", colouring),
-    layers(state),
     element("span.tw-group", box("skip_first", "without first tokens"), help(ABOUT_FIRST)),
     state.header.aligned && box("difference", "right: difference to left"),
   );
-}
-
-function layers(state) {
-  const last = Math.max(...state.sides.map((side) => side.L)) - 1;
-  const numbers = range(0, last).map((n) => [n, String(n)]);
-  const shown = state.get("layers") ?? [0, last];
-  const put = (first, end) =>
-    state.put({ layers: first === 0 && end === last ? null : [first, end] });
-  const from = (layer) => put(layer, Math.max(layer, shown[1]));
-  const to = (layer) => put(Math.min(layer, shown[0]), layer);
-  const pick = (label, at, choose) => select(label, numbers, shown[at], choose);
-  return labelled("Layers", pick("first layer", 0, from), "to", pick("last layer", 1, to));
 }

@@ -1,10 +1,9 @@
-// Finding neurons: a search, a scatter, and the list of what was found.
+// Finding neurons: a search, and the list of what was found.
 
-import { scatter } from "./charts.js";
 import { BEST, isList, listed, SELECTIONS } from "./classes.js";
 import { canChange } from "./compare.js";
 import { button, element, help, labelled, pill, renew, select, table } from "./elements.js";
-import { OVER, QUERY, search, SORTS, STATES, WHERE } from "./search.js";
+import { OVER, QUERY, search, SORTS, WHERE } from "./search.js";
 import { integer, number, percent, plural, range, signed } from "./words.js";
 
 const ROWS = 50; // of the list, and so many more when asked for
@@ -22,7 +21,6 @@ export class Browse {
     this.bar = element("div");
     this.count = element("span.tw-quiet", { role: "status" });
     this.about = element("span", help(ABOUT_RANKS));
-    this.plot = element("div");
     this.list = element("div.tw-found.tw-scrolled");
     this.chosen = new Set(); // neurons that are silenced together, by index
     const toggle = (event) => {
@@ -35,7 +33,6 @@ export class Browse {
       this.bar,
       ...[this.count, this.about],
       this.list,
-      this.plot,
     );
   }
 
@@ -56,11 +53,6 @@ export class Browse {
 
   addTokens(side, tokens) {
     this.selectTokens(side, [...listed(this.state.query.selected), ...tokens]);
-  }
-
-  choose(index) {
-    const { side } = this.state.selected();
-    this.state.chooseNeuron(side, Math.floor(index / side.N), index % side.N);
   }
 
   show() {
@@ -88,9 +80,6 @@ export class Browse {
     const selected = layer === null || neuron === null ? null : layer * side.N + neuron;
     const together = [...this.chosen, canChange(state)];
     const shown = `${asked} ${this.rows} ${found.length} ${selected} ${together}`;
-    const chart = () => scatter(overview, found, (index) => this.choose(index));
-    renew(this.plot, overview?.fires ? [["chart", asked, chart]] : []);
-    this.plot.firstChild?.mark(selected);
     const add = () => {
       this.rows += ROWS;
       view.schedule();
@@ -113,10 +102,10 @@ export class Browse {
       "div.tw-bar.tw-finding",
       { role: "search" },
       among("where", WHERE),
-      ranking ? this.selecting() : this.box("words", "words to find", query.words, "a word"),
+      ranking && this.selecting(),
+      !ranking && query.where !== "all" && this.box("words", "words to find", query.words, "a word"),
       ranking && side.T > 0 && side.about.aggregate !== null && among("over", OVER),
       select("layer", [[null, "all layers"], ...layers], query.within, inside),
-      !ranking && among("state", STATES),
       labelled("sorted by", among("sort", SORTS)),
     );
   }
@@ -165,10 +154,11 @@ export class Browse {
     const live = canChange(this.state);
     const columns = this.columns(overview);
     const row = (index) => {
-      const name = `${Math.floor(index / overview.N)} \u00b7 ${index % overview.N}`;
+      const [layer, neuron] = [Math.floor(index / overview.N), index % overview.N];
+      const name = `${layer} \u00b7 ${neuron}`;
       const about = { "aria-current": index === selected && "true" };
       const cells = columns.map(([, , cell]) => element("span", cell(index)));
-      const choose = () => this.choose(index);
+      const choose = () => this.state.chooseNeuron(this.state.selected().side, layer, neuron);
       const hit = button(".tw-item.tw-hit", choose, about, element("b", name), cells);
       if (!live) return hit;
       const onchange = ({ target }) => {
@@ -187,7 +177,7 @@ export class Browse {
 
   // Of each column behind the neuron its name, its width, and what is in the cell of one.
   columns(overview) {
-    const { about, fires, strength, places } = overview;
+    const { about, fires, strength } = overview;
     const { score, tallyOf, classOf, label } = this.answer;
     if (tallyOf) {
       const measure = (name, written) => [
@@ -201,8 +191,7 @@ export class Browse {
         ...["h inside", "outside"].map((name) => measure(name, (h) => signed(h.toFixed(2), 2))),
       ];
     }
-    const ofPlaces = ["fires", "around"].includes(this.state.query.where);
-    const matched = (index) => (ofPlaces ? `${score[index]} of ${places}` : number(score[index]));
+    const matched = (index) => number(score[index]);
     const peaks = (index) => overview.peaksOf(index).map((peak) => pill(peak));
     const known = [
       ["fires", "48px", (index) => percent(fires[index] / about.tokens)],

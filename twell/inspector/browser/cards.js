@@ -5,6 +5,7 @@ import { ABOUT_H } from "./colours.js";
 import { changedCard } from "./compare.js";
 import { button, chip, closer, countBar, element, fact } from "./elements.js";
 import { help, pill, quiet, renew, signedBar, signedText, table, wordWith } from "./elements.js";
+import { effectsOf } from "./effects.js";
 import { NeuronCard } from "./neuron_card.js";
 import { integer, number, percent, plural, range, signed } from "./words.js";
 
@@ -57,7 +58,7 @@ export class Cards {
     const start = ["start", side.number, () => this.startCard(side)];
     if (from.token === null) return [...changed, start];
     const shown = state.header.aligned ? state.sides : [from.side];
-    const traits = [from.token, peek !== null, state.get("layers")];
+    const traits = [from.token, peek !== null];
     const card = (one) => {
       const opened = one === side || state.header.aligned ? layer : null;
       const build = () => this.tokenCard(one, from.token, opened, peek !== null);
@@ -67,12 +68,12 @@ export class Cards {
   }
 
   startCard(side) {
-    const rows = side.about.starts_with.slice(1).map((preset) =>
+    const rows = begin(side).map(([name, note, place]) =>
       button(
         ".tw-item",
-        () => this.state.goTo({ side: side.number, ...preset.view }),
-        element("b", preset.name),
-        element("span", { dir: "auto" }, preset.note),
+        () => this.state.goTo({ side: side.number, ...place }),
+        element("b", name),
+        element("span", { dir: "auto" }, note),
       ),
     );
     const classes = () => this.view.browse.rankClasses();
@@ -85,7 +86,7 @@ export class Cards {
 
   tokenCard(side, token, layer, peeking) {
     const { state } = this;
-    const layers = range(...state.range(side));
+    const layers = range(0, side.L - 1);
     const most = Math.max(1, ...layers.map((n) => side.count(n, token)));
     return element(
       `section.tw-card.tw-token${peeking ? ".tw-peek" : ""}`,
@@ -95,6 +96,7 @@ export class Cards {
       this.tokenFacts(side, token),
       predictions(side, token),
       element("div", layers.map((n) => this.layerBox(side, n, token, most, n === layer))),
+      effectsOf(this, side, token),
     );
   }
 
@@ -116,14 +118,11 @@ export class Cards {
   tokenFacts(side, token) {
     const surprise = side.surprise[token];
     const first = Number.isNaN(surprise);
-    const mean = side.means(...this.state.range(side))[token];
-    const characters = side.characters(token);
     return element(
       "div.tw-factbox",
       fact("surprise", first ? "\u2013" : `${number(surprise)} nats`),
       fact("probability", first ? "first of its sequence" : percent(Math.exp(-surprise))),
-      fact("active, mean", number(mean)),
-      characters && fact("bytes of", pill(characters)),
+      fact("active, mean", number(side.means[token])),
     );
   }
 
@@ -195,15 +194,35 @@ export class Cards {
   }
 }
 
+// Where to begin: a name, a note, and the view that shows it. First tokens do not count.
+function begin(side) {
+  const later = range(0, side.T - 1).filter((token) => side.position[token]);
+  if (!later.length) return [];
+  const best = (values) => later.reduce((one, other) => (values[other] > values[one] ? other : one));
+  const [busiest, surprising] = [best(side.means), best(side.surprise)];
+  const active = ` ${number(side.means[busiest])} active a layer`;
+  const nats = ` ${number(side.surprise[surprising])} nats`;
+  const colour = { colour: "surprise" };
+  const found = [
+    ["Busiest token", [pill(side.text(busiest)), active], { token: busiest }],
+    ["Most surprising token", [pill(side.text(surprising)), nats], { token: surprising, ...colour }],
+  ];
+  const { layer, token, neuron, value } = side.strongestOf(later);
+  if (value) {
+    const note = [`layer ${layer}, ${neuron}: ${signed(value)} at `, pill(side.text(token))];
+    found.push(["Strongest neuron", note, { token, layer, neuron, colour: "neuron" }]);
+  }
+  return found;
+}
+
 function predictions(side, token) {
   const predicted = side.predictions(token);
   if (!predicted) return null;
-  const following = token + 1;
-  const comes = side.position[following] > 0 ? side.text(following) : null;
+  const comes = side.next(token);
   const listed = comes === null || predicted.some(({ text }) => text === comes);
   const word = ({ text, probability }) =>
     wordWith(text, percent(probability), text === comes ? ".tw-comes" : "");
-  const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[following]) });
+  const actual = () => word({ text: comes, probability: Math.exp(-side.surprise[token + 1]) });
   return element(
     "div.tw-next",
     element("h3", "predicts next", help(ABOUT_NEXT)),

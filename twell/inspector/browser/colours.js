@@ -1,7 +1,5 @@
 // Ramps of 256 colours, scales, which values colour a passage and its map, and the legend.
 
-import { legend } from "@observablehq/plot";
-
 import { element, help, renew } from "./elements.js";
 import { number, range, signed } from "./words.js";
 
@@ -36,6 +34,7 @@ class Ramp {
     const ink = (rgb) => (luminance(rgb) < 0.18 ? "#fff" : "#000"); // the higher contrast
     this.fill = this.rgb.map((rgb, n) => (n === bare ? "" : `rgb(${rgb})`));
     this.ink = this.rgb.map((rgb, n) => (n === bare ? "" : ink(rgb)));
+    this.css = this.fill.map((fill, n) => fill && `background-color:${fill};color:${this.ink[n]}`);
   }
 
   // A colour as a pixel; where it is transparent, the one behind.
@@ -95,18 +94,16 @@ function wayOf(state, side, how) {
   if (how === "surprise")
     return { kind: "linear", label: SURPRISE, values: side.surprise, of: named("surprise") };
   if (how === "count") {
-    const label = `active neurons per token, ${layersOf(state.range(side), side)}`;
-    return { kind: "log", label, values: side.means(...state.range(side)), of: named("active") };
+    const label = "active neurons per token, mean over layers";
+    return { kind: "log", label, values: side.means, of: named("active") };
   }
   const { layer, neuron } = state.shownNeuron(side);
+  if (how === "effect") {
+    const label = `rise of surprise without layer ${layer}, neuron ${neuron}, in nats`;
+    return { kind: "signed", label, values: side.rise(layer, neuron), of: named("rise") };
+  }
   const label = `h of layer ${layer}, neuron ${neuron}`;
   return { kind: "signed", label, values: side.valuesOf(layer, neuron), of: named("h") };
-}
-
-function layersOf([first, last], side) {
-  if (first === last) return `layer ${first}`;
-  const all = first === 0 && last === side.L - 1;
-  return all ? "mean over layers" : `mean over layers ${first}\u2013${last}`;
 }
 
 // The least size above 0 and the largest of several arrays of values. NaN does not count.
@@ -128,12 +125,12 @@ export function passageColours(state, side) {
   const { kind, label, of } = wayOf(state, side, how);
   const values = read(side);
   const left = state.reference(side);
-  if (left && (how !== "neuron" || state.shares(left, side))) {
+  if (left && how !== "effect" && (how !== "neuron" || state.shares(left, side))) {
     const [change] = differences([values], [read(left)]);
     const scale = scaleOfChange(state, left, label, [change]);
     return { values: change, scale, of: (value) => `change of ${of(value)}` };
   }
-  const sharing = how === "neuron" ? state.sharing(side) : state.sides;
+  const sharing = { neuron: state.sharing(side), effect: [side] }[how] ?? state.sides;
   return { values, of, scale: scaleOf(state, kind, label, sharing.map(read)) };
 }
 
@@ -159,26 +156,25 @@ function scaleOfChange(state, left, label, changes) {
 // The values of the map, one array a layer (NaN: left out), and their scale.
 export function mapColours(state, side) {
   const label = "active neurons per token";
-  const layers = range(...state.range(side));
-  const read = (one, some) => some.map((n) => included(state, one, one.row("counts", n)));
-  const values = read(side, layers);
+  const rows = (one) => range(0, one.L - 1).map((n) => one.row("counts", n));
+  const read = (one) => rows(one).map((row) => included(state, one, row));
+  const values = read(side);
   const left = state.reference(side);
   if (left) {
-    const changes = differences(values, read(left, layers));
+    const changes = differences(values, read(left));
     return { values: changes, scale: scaleOfChange(state, left, label, changes) };
   }
-  const every = state.sides.flatMap((one) => read(one, range(...state.range(one))));
+  const every = state.sides.flatMap(read);
   return { values, scale: scaleOf(state, "log", label, every) };
 }
 
 export function showLegend(box, { label, kind, ramp, index, at }) {
   const text = (value) => (kind === "signed" && value ? signed(value) : number(value));
-  const tickFormat = (t) => text(at(t));
-  const interpolate = (t) => ramp.fill[index(at(t))] || "transparent";
-  const color = { type: "linear", domain: [0, 1], interpolate };
-  const size = { width: 200, height: 30, marginTop: 0, marginBottom: 18, marginLeft: 16, ticks: 2 };
+  const stops = range(0, 16).map((n) => ramp.fill[index(at(n / 16))] || "transparent");
+  const style = { backgroundImage: `linear-gradient(90deg, ${stops})` };
+  const [low, high] = [0, 1].map((place) => element("small", text(at(place))));
   const about = label.startsWith("h of") && help(ABOUT_H);
-  const build = () =>
-    element("div.tw-legend", element("span", label, about), legend({ color, tickFormat, ...size }));
-  renew(box, [["legend", [label, kind, at(0), at(1), ramp.fill].join(), build]]);
+  const scale = element("span.tw-group", low, element("span.tw-ramp", { style }), high);
+  const build = () => element("div.tw-legend", element("span", label, about), scale);
+  renew(box, [["legend", [label, stops, kind, at(0), at(1)].join(), build]]);
 }

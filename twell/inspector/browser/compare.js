@@ -7,15 +7,14 @@ import { number, percent, signed } from "./words.js";
 const ABOUT_CHANGED =
   "The mean over this text\u2019s tokens of the size of the difference of h, right minus left, " +
   "without the first token of each sequence.";
-const SAME = "No value of any neuron differs in this text.";
 const ABOUT_CHANGE =
   "The model runs again with another h of this neuron in the output of its layer, at every " +
   "token; the second side shows what becomes of it.";
+const ABOUT_SILENCED =
+  "Exact: when this page was made, the model ran without this neuron, and then without each other.";
 
 export function changedCard(state) {
   const { changed } = state.header;
-  const { length } = state.sides[1].about.changes;
-  const none = length ? "No neuron changes after these: only predictions do." : SAME;
   const rows = changed.map(([layer, neuron, change]) => {
     const share = (side) => element("span", percent(side.firings(layer, neuron) / side.T));
     return button(
@@ -34,7 +33,7 @@ export function changedCard(state) {
     element("div.tw-card-head", element("h2", "Changed most"), help(ABOUT_CHANGED)),
     rows.length
       ? table("repeat(4, minmax(0, 80px))", names, rows)
-      : quiet(none),
+      : quiet("No value of any neuron differs in this text."),
   );
 }
 
@@ -43,9 +42,19 @@ export function canChange(state) {
   return state.get("runs") && (!state.sides[1] || state.sides[1].about.changes.length > 0);
 }
 
-// Silence, scale or set a neuron; null where that cannot be.
-export function changeControls(state, layer, neuron) {
-  if (!canChange(state)) return null;
+// Silence, scale or set a neuron; silence it alone where no model can run and its effect is known;
+// null where nothing can be changed.
+export function changeControls(state, side, layer, neuron) {
+  if (!canChange(state)) {
+    const silent = state.get("colour") === "effect";
+    const show = () => state.put({ colour: silent ? "neuron" : "effect" });
+    const pressed = { "aria-pressed": String(silent) };
+    if (!side.silenced) return null;
+    const silence = side.rise(layer, neuron)
+      ? [button(".tw-copy", show, pressed, "silence"), help(ABOUT_SILENCED)]
+      : quiet(`This page can silence ${side.silenced.length} neurons, and not this one.`);
+    return element("div.tw-change", silence);
+  }
   const isIt = (change) => change.layer === layer && change.neuron === neuron;
   const now = state.get("changes").find(isIt);
   const to = (how) => {
@@ -77,24 +86,33 @@ function described({ layer, neuron, scale, value }) {
 export function changeStrip(state) {
   const [before, after] = state.sides;
   const changes = after?.about.changes ?? [];
-  if (!changes.length) return null;
-  const live = state.get("runs");
-  const undo = (one) =>
-    closer(`undo ${described(one)}`, () =>
-      state.put({ changes: changes.filter((other) => other !== one) }),
-    );
-  const chips = changes.map((one) => element("span.tw-changed", described(one), live && undo(one)));
-  const members = state.membersOf(before);
-  const lossOf = (side) => meanOf([...side.surprise].filter((_, token) => members[token]));
+  if (changes.length) {
+    const undo = (rest) => state.put({ changes: rest });
+    return strip(state, before, after.surprise, changes, state.get("runs") && undo);
+  }
+  const { side, layer, neuron } = state.selected();
+  const rise = state.get("colour") === "effect" && side.rise(layer, neuron);
+  if (!rise) return null;
+  const surprise = side.surprise.map((before, token) => before + rise[token]);
+  return strip(state, side, surprise, [{ layer, neuron, scale: 0 }], () => state.put({ colour: "neuron" }));
+}
+
+// surprise: of each token after the changes; undo(rest): only the rest remains.
+function strip(state, side, surprise, changes, undo) {
+  const closing = (one) =>
+    closer(`undo ${described(one)}`, () => undo(changes.filter((other) => other !== one)));
+  const chips = changes.map((one) => element("span.tw-changed", described(one), undo && closing(one)));
+  const members = state.membersOf(side);
+  const lossOf = (values) => meanOf(values.filter((_, token) => members[token]));
   const difference = (name, [one, other]) =>
     element(
       "b",
       `${name} ${one.toFixed(3)} \u2192 ${other.toFixed(3)} nats (${signed(other - one)})`,
     );
   const losses = [
-    difference("loss", [before.loss, after.loss]),
-    members && difference("at the selected tokens", [before, after].map(lossOf)),
+    difference("loss", [side.surprise, surprise].map(meanOf)),
+    members && difference("at the selected tokens", [side.surprise, surprise].map(lossOf)),
   ];
-  const all = live && button(".tw-link", () => state.put({ changes: [] }), "undo all");
+  const all = undo && button(".tw-link", () => undo([]), "undo all");
   return element("div.tw-change.tw-strip-of-changes", "Changed", chips, all, losses);
 }

@@ -1,7 +1,7 @@
 // Packed blocks (twell/inspector/packing.py) as typed arrays, and the passage of one side.
 
 import { Tokens } from "./classes.js";
-import { BYTES, range } from "./words.js";
+import { range } from "./words.js";
 
 const NUMBERS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array };
 const ARRAYS = { ...NUMBERS, i1: Int8Array, f4: Float32Array };
@@ -62,6 +62,8 @@ class Side {
     this.tokens = new Tokens(about.strings, this.token, this.position, follows);
     this.surprise = this.logprob.map((logprob) => -logprob); // NaN at the first of a sequence
     this.loss = meanOf(this.surprise); // NaN if no token is predicted
+    this.means = new Float32Array(this.T); // of active neurons in a layer
+    this.counts.forEach((count, row) => (this.means[row % this.T] += count / this.L));
     // The entries of a row are pointer[row] to pointer[row + 1] of `neuron` and `value`.
     const most = about.strongest ?? Infinity;
     this.pointer = new Uint32Array(this.counts.length + 1);
@@ -86,26 +88,6 @@ class Side {
     return this.starts.findLastIndex((start) => start <= token);
   }
 
-  // The number in the passage of the token at `here`, if these tokens are there; else null.
-  find(tokens, here) {
-    for (let first = 0; first + tokens.length <= this.T; first++)
-      if (tokens.every((text, n) => this.text(first + n) === text)) return first + here;
-    return null;
-  }
-
-  // The characters that a token of bytes makes with its neighbours; "" if they are not whole.
-  characters(token) {
-    const isBytes = (at) => BYTES.test(this.text(at));
-    if (!isBytes(token)) return "";
-    let [from, to] = [token, token + 1];
-    while (this.position[from] && isBytes(from - 1)) from--;
-    while (this.position[to] && isBytes(to)) to++;
-    const hex = range(from, to - 1).map((at) => this.text(at)).join("").match(/[0-9A-F]{2}(?=>)/g);
-    const bytes = Uint8Array.from(hex, (digits) => parseInt(digits, 16));
-    const text = new TextDecoder().decode(bytes);
-    return text.includes("\ufffd") ? "" : text;
-  }
-
   // The likeliest next tokens after one, falling; undefined if no model ran.
   predictions(token) {
     const each = this.expected?.length / this.T;
@@ -114,6 +96,34 @@ class Side {
       probability: this.probability[token * each + n],
     });
     return this.expected && Array.from({ length: each }, one);
+  }
+
+  // The text of the token behind one; null at the end of a sequence.
+  next(token) {
+    return this.position[token + 1] > 0 ? this.text(token + 1) : null;
+  }
+
+  // Direct effects on the logits of two words, the likeliest after a token and the one that follows:
+  // of parts (packing.py names them) and of the strongest neurons. undefined if no model ran.
+  effects(token) {
+    if (!this.parts) return undefined;
+    const pairs = (values) => {
+      const each = values.length / this.T;
+      const from = (n) => token * each + 2 * n;
+      return range(0, each / 2 - 1).map((n) => values.subarray(from(n), from(n) + 2));
+    };
+    const each = this.mover.length / this.T;
+    const strongest = pairs(this.moved).map((pair, n) => {
+      const index = this.mover[token * each + n] - 1;
+      return { index, layer: Math.floor(index / this.N), neuron: index % this.N, pair };
+    });
+    return { parts: pairs(this.parts), strongest: strongest.filter(({ index }) => index >= 0) };
+  }
+
+  // How the surprise of each token rises without a neuron; undefined if that was not computed.
+  rise(layer, neuron) {
+    const row = this.silenced?.indexOf(layer * this.N + neuron) ?? -1;
+    return row < 0 ? undefined : this.rises.subarray(row * this.T, (row + 1) * this.T);
   }
 
   // Of an array of rows those of a layer: a value a token.
@@ -135,6 +145,19 @@ class Side {
     }
     entries.sort((a, b) => Math.abs(b.value) - Math.abs(a.value) || a.neuron - b.neuron);
     return entries.slice(0, most);
+  }
+
+  // The strongest firing of all at some tokens.
+  strongestOf(tokens) {
+    let best = { value: 0 };
+    for (let layer = 0; layer < this.L; layer++)
+      for (const token of tokens) {
+        const row = layer * this.T + token;
+        for (let at = this.pointer[row]; at < this.pointer[row + 1]; at++)
+          if (Math.abs(this.value[at]) > Math.abs(best.value))
+            best = { layer, token, neuron: this.neuron[at], value: this.value[at] };
+      }
+    return best;
   }
 
   // The firings of a neuron: tokens ascending, with their values. The last answer is kept, since a
@@ -163,12 +186,5 @@ class Side {
 
   firings(layer, neuron) {
     return this.fires?.[layer * this.N + neuron] ?? this.column(layer, neuron).tokens.length;
-  }
-
-  means(first, last) {
-    const means = new Float32Array(this.T);
-    for (let layer = first; layer <= last; layer++)
-      for (let token = 0; token < this.T; token++) means[token] += this.count(layer, token);
-    return means.map((sum) => sum / (last - first + 1));
   }
 }

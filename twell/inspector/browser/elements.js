@@ -4,17 +4,13 @@ import morphdom from "morphdom";
 
 import { BYTES, signed } from "./words.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const HANDLERS = ["onclick", "onchange", "oninput", "onpointerenter", "onpointerleave"];
 
-// Make an element. The tag may have classes, as in "button.tw-close" or "svg:rect". Objects are
-// attributes; null, undefined and false are skipped; everything else is a child. Text becomes text
-// nodes, never HTML.
+// Make an element. The tag may have classes, as in "button.tw-close". Objects are attributes; null,
+// undefined and false are skipped; everything else is a child. Text becomes text nodes, never HTML.
 export function element(tag, ...parts) {
   const [name, ...classes] = tag.split(".");
-  const node = name.startsWith("svg:")
-    ? document.createElementNS(SVG, name.slice(4))
-    : document.createElement(name);
+  const node = document.createElement(name);
   if (classes.length) node.setAttribute("class", classes.join(" "));
   for (const part of parts.flat(Infinity)) {
     if (part === null || part === undefined || part === false) continue;
@@ -50,21 +46,13 @@ export function renew(parent, parts) {
 // Make a node like a new one and return the node in its place. Elements stay, so that the focus, a
 // press of the mouse, an open explanation and text that is being typed outlast a drawing. `data-of`
 // says what an element belongs to: for something else it is replaced, and scrolls from its start.
-// A chart is replaced, since Plot listens to the pointer on it.
 function patch(old, fresh) {
-  if (old.matches("figure, svg")) {
-    old.replaceWith(fresh);
-    return fresh;
-  }
   return morphdom(old, fresh, {
     getNodeKey: (node) => node.dataset?.of,
     onBeforeElUpdated(from, to) {
       for (const name of HANDLERS) from[name] = to[name];
       const typed = to.matches("input, textarea") && from.defaultValue === to.defaultValue;
       if (typed) to.value = from.value;
-      const chart = to.matches("figure, svg");
-      if (chart) from.replaceWith(to);
-      return !chart;
     },
   });
 }

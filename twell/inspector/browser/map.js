@@ -3,7 +3,7 @@
 
 import { included, mapColours, pixel, showLegend } from "./colours.js";
 import { meanOf } from "./data.js";
-import { element, help, renew } from "./elements.js";
+import { element, renew } from "./elements.js";
 import { pressed } from "./keyboard.js";
 import { number, range } from "./words.js";
 
@@ -11,7 +11,6 @@ const STRIP = 8; // height of the passage's colours, and the gap above it, in pi
 const GAP = 5;
 const WIDEST = 32; // of a column, in pixels; the narrowest has one
 const LETTER = 11; // height of a row's number
-const ABOUT_STRIP = "The colours of the text above, one column a token.";
 
 export class ActivityMap {
   constructor(view, side) {
@@ -38,25 +37,23 @@ export class ActivityMap {
       element("div.tw-space", { style: { width } }, this.canvas, frames),
     );
     this.labels = element("div.tw-labels");
-    this.sums = element("div.tw-sums", { title: "mean of active neurons in each layer" });
     this.legend = element("div");
-    this.nodes = [this.legend, element("div.tw-heat", this.labels, this.scroll, this.sums)];
+    this.nodes = [this.legend, element("div.tw-heat", this.labels, this.scroll)];
   }
 
   rows() {
-    const [first, last] = this.state.range(this.side);
-    const layers = range(first, last);
-    const height = Math.max(5, Math.min(22, Math.floor(190 / layers.length)));
-    return { first, last, layers, height, tall: layers.length * height + GAP + STRIP };
+    const { L } = this.side;
+    const height = Math.max(5, Math.min(22, Math.floor(190 / L)));
+    return { layers: range(0, L - 1), height, tall: L * height + GAP + STRIP };
   }
 
   placeOf(event) {
-    const { first, last, height } = this.rows();
+    const { height } = this.rows();
     const { left, top, width } = this.canvas.getBoundingClientRect();
     const column = Math.floor(((event.clientX - left) / width) * this.side.T);
-    const layer = first + Math.floor((event.clientY - top) / height);
+    const layer = Math.floor((event.clientY - top) / height);
     const token = Math.max(0, Math.min(this.side.T - 1, column));
-    return { token, layer: layer <= last ? layer : undefined };
+    return { token, layer: layer < this.side.L ? layer : undefined };
   }
 
   clicked(event) {
@@ -68,7 +65,8 @@ export class ActivityMap {
   // text: the colours of the passage. A click on a token or a neuron changes their strip alone.
   draw(text) {
     const { tall, layers, height } = this.rows();
-    const shown = [this.state.colours(), this.state.ramps.dark].join();
+    const { state } = this;
+    const shown = [state.get("skip_first"), state.get("difference"), state.ramps.dark].join();
     if (this.shown !== shown) this.drawCells();
     this.shown = shown;
     this.fill(this.coloursOf(text.values, text.scale), tall - STRIP, STRIP);
@@ -79,13 +77,12 @@ export class ActivityMap {
 
   drawCells() {
     const { side, state, canvas } = this;
-    const { first, last, layers, height, tall } = this.rows();
+    const { layers, height, tall } = this.rows();
     const { values, scale } = mapColours(state, side);
     this.means = layers.map((layer) => meanOf(included(state, side, side.row("counts", layer))));
     Object.assign(canvas, { width: side.T, height: tall });
     canvas.style.height = `${tall}px`;
-    canvas.ariaLabel =
-      `active neurons of ${side.T} tokens in layers ${first} to ${last}; arrow keys move`;
+    canvas.ariaLabel = `active neurons of ${side.T} tokens in ${side.L} layers; arrow keys move`;
     layers.forEach((_, row) => {
       const colours = this.coloursOf(values[row], scale);
       this.fill(colours, row * height, height > 8 ? height - 1 : height);
@@ -110,11 +107,11 @@ export class ActivityMap {
 
   // The frames around the token under the pointer, the selected token, and the selected cell.
   showFrames() {
-    const { first, last, height, tall } = this.rows();
+    const { height, tall } = this.rows();
     const { side, layer } = this.state.selected();
     const { T } = this.side;
     const pinned = this.state.pinned(this.side);
-    const inside = side === this.side && layer !== null && layer >= first && layer <= last;
+    const inside = side === this.side && layer !== null;
     const show = (name, token, from = 0, size = tall) => {
       const { [name]: frame } = this.frames;
       frame.hidden = token === null;
@@ -123,7 +120,7 @@ export class ActivityMap {
     };
     show("peek", this.state.peeked(this.side));
     show("pinned", pinned);
-    show("cell", inside ? pinned : null, (layer - first) * height, height);
+    show("cell", inside ? pinned : null, layer * height, height);
   }
 
   reveal() {
@@ -134,28 +131,23 @@ export class ActivityMap {
       this.scroll.scrollLeft = ((pinned + 0.5) / this.side.T) * scrollWidth - clientWidth / 2;
   }
 
-  // The number of each layer and its mean of active neurons, as many as there is room for.
+  // The number of each layer, as many as there is room for.
   showRows(layers, height) {
     const { side, state } = this;
     const { side: own, layer: selected } = state.selected();
     const every = Math.ceil(LETTER / height);
     const isHere = (layer) => own === side && layer === selected;
-    const row = (tag, layer, text, about) => {
-      const here = isHere(layer);
-      const shown = (here || (layer - layers[0]) % every === 0) && text;
-      const look = { title: `layer ${layer}`, style: { height: `${height}px` } };
-      return element(`${tag}.tw-row${here ? ".tw-here" : ""}`, look, about, shown);
-    };
     const label = (layer) => {
-      const onclick = () =>
-        state.choose(side, { layer: isHere(layer) ? null : layer, neuron: null });
-      return row("button", layer, layer, { type: "button", tabindex: "-1", onclick });
+      const here = isHere(layer);
+      const shown = (here || layer % every === 0) && layer;
+      const title = `layer ${layer}: ${number(this.means[layer])} active neurons a token`;
+      const look = { title, type: "button", tabindex: "-1", style: { height: `${height}px` } };
+      const onclick = () => state.choose(side, { layer: here ? null : layer, neuron: null });
+      return element(`button.tw-row${here ? ".tw-here" : ""}`, { ...look, onclick }, shown);
     };
     const look = { style: { height: "18px" } };
-    const strip = () => element("div.tw-row", look, "text", help(ABOUT_STRIP));
-    const sum = (layer, n) => row("div", layer, number(this.means[n] || 0));
-    const shown = [layers, layers.filter(isHere), this.means].join(";");
+    const strip = () => element("div.tw-row", look, "text");
+    const shown = [layers.filter(isHere), this.means].join(";");
     renew(this.labels, [["labels", shown, () => element("div", layers.map(label), strip())]]);
-    renew(this.sums, [["sums", shown, () => element("div", layers.map(sum))]]);
   }
 }

@@ -17,13 +17,9 @@ const SHARED_AXES = "Both histograms have the same bins and the same axes.";
 const ONLY_PLACES =
   "These statistics keep h at the marked token alone; `twell trace --aggregate` of this version " +
   "keeps it at all of them.";
-// Neighbours in the neuron's own layer, then in all layers: label and explanation of each kind.
-const IN_LAYER = {
+// Neighbours: label and explanation of each kind.
+const NEIGHBOURS = {
   together: ["fires together", "correlation (phi) of which tokens they fire for"],
-  gate: ["gate alike", "cosine of the rows of the gate projection, which decides when they fire"],
-  up: ["up alike", "cosine of the rows of the up projection, which gives h its size and sign"],
-};
-const IN_ALL = {
   down: ["output alike", "cosine of what they add to the residual stream"],
   read: ["read it", "neurons of later layers: cosine of their gate rows with what this one adds"],
   written: ["it reads", "neurons of earlier layers: cosine of what they add with this gate row"],
@@ -39,7 +35,8 @@ export class NeuronCard {
   // Name of the card, what it shows as a text, and how it is built.
   part(side, layer, neuron) {
     const { state, cards } = this;
-    const traits = [layer, neuron, JSON.stringify(state.get("changes")), state.ramps.dark];
+    const changes = [JSON.stringify(state.get("changes")), state.get("colour") === "effect"];
+    const traits = [layer, neuron, ...changes, state.ramps.dark];
     const shown = [...traits, state.get("skip_first"), this.places, cards.view.chunks].join();
     return [`neuron${side.number}`, shown, () => this.build(side, layer, neuron)];
   }
@@ -55,13 +52,14 @@ export class NeuronCard {
       this.head(side, layer, neuron),
       noteOf(side, layer, neuron, known),
       !known.note && automatic(side, layer, neuron, known),
-      changeControls(this.state, layer, neuron),
+      changeControls(this.state, side, layer, neuron),
       element(
         "div.tw-neuron-body",
+        { data: { of: [layer, neuron].join() } },
         this.statistics(side, layer, neuron, known),
         this.examples(side, layer, neuron, known),
       ),
-      neighbours(known, layer, choose),
+      neighbours(known, choose),
       this.missing(side, card),
     );
   }
@@ -116,11 +114,11 @@ export class NeuronCard {
       ? histograms(cards.map(pairsOf), Math.max(...cards.map(innermost)))
       : histograms(sides.map(inside));
     const at = sides.indexOf(side);
-    const { fires, tokens, quantiles } = counted ? cards[at] : {};
+    const { fires, tokens } = counted ? cards[at] : {};
     const among = counted ? `over ${integer(tokens)} tokens` : "in this passage";
     const number = fires ?? side.column(layer, neuron).tokens.length;
     if (!number) return null;
-    const chart = drawHistogram(all[at], all, `${among} (n = ${integer(number)})`, quantiles);
+    const chart = drawHistogram(all[at], all, `${among} (n = ${integer(number)})`);
     return [chart, all.length > 1 && quiet(SHARED_AXES)];
   }
 
@@ -146,7 +144,7 @@ export class NeuronCard {
       kinds.length > 0 && labelled("Examples", select("examples", names, kind, choose)),
       element(
         "div.tw-scrolled",
-        { tabindex: "0", data: { of: [layer, neuron, kind].join() } },
+        { tabindex: "0", data: { of: kind } },
         here && this.placesHere(side, layer, neuron),
         known[kind]?.map((example) => this.exampleLine(side, example, known.largest)),
       ),
@@ -167,8 +165,8 @@ export class NeuronCard {
     });
   }
 
-  // An example with every token shaded by its h; a click goes to it in the passage, if it is there.
-  exampleLine(side, example, largest, token = side.find(example.tokens, example.here)) {
+  // An example with every token shaded by its h; a click goes to it, where it is of the passage.
+  exampleLine(side, example, largest, token = null) {
     const { value, quantile, tokens, shades, here } = example;
     const scale = makeScale("signed", [0, largest], "", this.state.ramps);
     const { fill, ink } = scale.ramp;
@@ -232,45 +230,32 @@ function noteOf({ catalog }, layer, neuron, { note, overview }) {
 
 // The words that a neuron promotes. A gated neuron's h has both signs: words that a positive one
 // promotes a negative one suppresses.
-function promoted({ promotes, suppresses, overview, histogram, edges, fires }) {
+function promoted({ promotes, suppresses, overview }) {
   const { gated } = overview.about;
-  const share = (sign) => {
-    if (!histogram || !fires) return "";
-    const inside = histogram.filter((_, bin) => (edges[bin] < 0 ? -1 : 1) === sign);
-    return ` (${percent(inside.reduce((sum, count) => sum + count, 0) / fires)})`;
-  };
-  const list = (title, words, sign = 1) => {
+  const [first, second, turned] = gated
+    ? ["when positive it promotes", "when negative it promotes", -1]
+    : ["promotes", "suppresses", 1];
+  const list = (title, words, sign) => {
     const about = { title: "change of the logit at |h| = 1, against the mean over all words" };
     const word = ([text, change]) => wordWith(text, signed(sign * change), "", about);
     return element("div", element("h3", title), element("div.tw-words", words.map(word)));
   };
-  const lists = gated
-    ? [
-        list(`when positive${share(1)} it promotes`, promotes),
-        list(`when negative${share(-1)} it promotes`, suppresses, -1),
-      ]
-    : [list("promotes", promotes), list("suppresses", suppresses)];
+  const lists = [list(first, promotes, 1), list(second, suppresses, turned)];
   const swapped = "With the other sign of h it suppresses these words. Numbers: logits at |h| = 1.";
   return element("div", element("div.tw-both-words", lists), gated && quiet(swapped));
 }
 
-function neighbours({ like = [], together = [] }, layer, choose) {
-  const one = ([of, neuron, size], named) => {
+function neighbours({ like = [], together = [] }, choose) {
+  const one = ([of, neuron, size]) => {
     const about = { onclick: () => choose(of, neuron), title: `layer ${of}, neuron ${neuron}` };
-    return chip(named ? `${of} \u00b7 ${neuron}` : neuron, size, 2, about);
+    return chip(`${of} \u00b7 ${neuron}`, size, 2, about);
   };
-  const lists = [["together", together], ...like].filter(([, neurons]) => neurons.length);
-  const part = (heading, kinds, named) => {
-    const rows = lists.filter(([name]) => kinds[name]).map(([name, neurons]) => {
-      const [label, title] = kinds[name];
-      const chips = neurons.map((neuron) => one(neuron, named));
-      const about = element("span.tw-quiet", { title }, label);
-      return element("div.tw-kin", { data: { kin: name } }, about, chips);
-    });
-    return rows.length > 0 && element("div.tw-kins", element("h3", heading), rows);
+  const rows = [["together", together], ...like].filter(([, neurons]) => neurons.length);
+  const line = ([kin, neurons]) => {
+    const [label, title] = NEIGHBOURS[kin];
+    const about = element("span.tw-quiet", { title }, label);
+    return element("div.tw-kin", { data: { kin } }, about, neurons.map(one));
   };
-  return [
-    part(`In layer ${layer}`, IN_LAYER, false),
-    part("In all layers: layer \u00b7 neuron", IN_ALL, true),
-  ];
+  const heading = element("h3", "Neighbours: layer \u00b7 neuron");
+  return rows.length > 0 && element("div.tw-kins", heading, rows.map(line));
 }

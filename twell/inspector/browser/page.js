@@ -1,9 +1,10 @@
 // A page or an atlas: a stand-in for the widget's model. Its state is in the address; chunks are in
 // the page, or in files beside an atlas.
 
+import { COLOURS } from "./bar.js";
 import { fromBase64 } from "./data.js";
 import { element } from "./elements.js";
-import { OVER, QUERY, SORTS, STATES, WHERE } from "./search.js";
+import { OVER, QUERY, SORTS, WHERE } from "./search.js";
 import { View } from "./view.js";
 
 const NO_ROOM = "This page had no room for all that is known of this neuron; the widget shows it.";
@@ -37,6 +38,7 @@ class PageModel extends EventTarget {
 
   // In an atlas the back button leads to the neuron before.
   save_changes() {
+    if (location.protocol === "about:") return; // inside of a notebook, without an address
     const address = addressOf(this.state, this.begin);
     const { layer, neuron } = viewOf(location.hash.slice(1), this.begin);
     const other = layer !== this.state.layer || neuron !== this.state.neuron;
@@ -56,27 +58,9 @@ class PageModel extends EventTarget {
 
 const whole = (text) => (/^\d{1,9}$/.test(text) ? Number(text) : undefined);
 const yes = (text) => ({ yes: true, no: false })[text];
-const among = (...words) => (text) => (words.includes(text) ? text : undefined);
-const key = (names) => among(...Object.keys(names));
-const ends = (text) => {
-  const [first, last] = text.split("-").map(whole);
-  return first <= last ? [first, last] : undefined;
-};
-// How the text of a part is read that is neither a number nor yes or no; undefined for nonsense.
-const READ = {
-  colour: among("count", "neuron", "surprise"),
-  layers: ends,
-  words: (text) => text,
-  selected: (text) => text,
-  over: key(OVER),
-  where: key(WHERE),
-  state: key(STATES),
-  sort: key(SORTS),
-};
-const MAY_BE_NONE = ["token", "layer", "neuron", "layers", "within"];
+const CHOICES = { colour: COLOURS, over: OVER, where: WHERE, sort: SORTS };
 
 function written(value) {
-  if (Array.isArray(value)) return value.join("-");
   if (typeof value === "boolean") return value ? "yes" : "no";
   return encodeURIComponent(value ?? "none");
 }
@@ -93,11 +77,10 @@ export function viewOf(address, begin) {
   const view = { ...begin };
   for (const name of Object.keys(begin)) {
     const text = words.get(name);
-    if (text === "none" && MAY_BE_NONE.includes(name)) view[name] = null;
-    else if (text !== null) {
-      const read = READ[name] ?? (typeof begin[name] === "boolean" ? yes : whole);
-      view[name] = read(text) ?? begin[name];
-    }
+    if (text === null) continue;
+    if (typeof begin[name] === "boolean") view[name] = yes(text) ?? begin[name];
+    else if (typeof begin[name] !== "string") view[name] = text === "none" ? null : whole(text);
+    else if (Object.hasOwn(CHOICES[name] ?? { [text]: 0 }, text)) view[name] = text;
   }
   return view;
 }

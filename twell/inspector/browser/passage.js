@@ -5,6 +5,7 @@ import { pressed } from "./keyboard.js";
 import { passageColours, showLegend } from "./colours.js";
 import { integer, range } from "./words.js";
 
+const LATER = 100; // ms
 const OUT = 512; // the colour of a token that is left out
 
 export class Passage {
@@ -85,21 +86,18 @@ export class Passage {
 
   paint() {
     this.colours = passageColours(this.state, this.side);
-    const { values, scale, of } = this.colours;
-    const { fill, ink } = scale.ramp;
+    const { values, scale } = this.colours;
+    clearTimeout(this.naming);
+    this.naming = setTimeout(() => this.name(), LATER);
     const offset = scale.kind === "signed" ? 256 : 0;
-    const { side } = this;
-    for (let token = 0; token < side.T; token++) {
+    for (let token = 0; token < this.side.T; token++) {
       const left = Number.isNaN(values[token]);
-      const name = `token ${token}, ${left ? "left out" : of(values[token])}: ${side.text(token)}`;
-      if (this.spans[token].ariaLabel !== name) this.spans[token].ariaLabel = name;
       const index = left ? OUT : offset + scale.index(values[token]);
       if (this.painted[token] === index) continue;
-      this.painted[token] = index;
       const { style, classList } = this.spans[token];
-      style.backgroundColor = fill[index - offset] ?? "";
-      style.color = ink[index - offset] ?? "";
-      classList.toggle("tw-out", left);
+      style.cssText = scale.ramp.css[index - offset] ?? "";
+      if (left || this.painted[token] === OUT) classList.toggle("tw-out", left);
+      this.painted[token] = index;
     }
     showLegend(this.legend, scale);
     const members = this.state.membersOf(this.side);
@@ -111,6 +109,16 @@ export class Passage {
     this.spans[peeked]?.classList.add("tw-peeked");
     this.peeked = peeked;
     this.pin(this.state.pinned(this.side));
+  }
+
+  // A token's name has its value. Names follow the colours, which the reader waits for.
+  name() {
+    const { values, of } = this.colours;
+    this.spans.forEach((span, token) => {
+      const value = Number.isNaN(values[token]) ? "left out" : of(values[token]);
+      const name = `token ${token}, ${value}: ${this.side.text(token)}`;
+      if (span.ariaLabel !== name) span.ariaLabel = name;
+    });
   }
 
   pin(token) {

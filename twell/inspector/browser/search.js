@@ -1,7 +1,7 @@
 // Search over all neurons of a model: by the tokens at which they fire, by words of their examples,
 // by words that they change, by numbers. What a query needs is in the passage and the catalog.
 
-import { BEST, isList, patternOf, SELECTIONS, tallyExamples, tallyPassage } from "./classes.js";
+import { BEST, isList, SELECTIONS, tallyExamples, tallyPassage } from "./classes.js";
 import { range } from "./words.js";
 
 const CLEAR = 0.5; // phi of a class that is a label
@@ -15,23 +15,20 @@ export const QUERY = {
   whole: false,
   cases: false,
   over: "passage",
-  where: "fires",
+  where: "all",
   within: null,
-  state: "alive",
   sort: "match",
   finding: false,
 };
 const BEST_EXAMPLES = { selected: BEST, over: "examples" };
 export const WHERE = {
+  all: "all neurons",
   selected: "tell tokens apart",
-  fires: "fires at",
-  around: "text around",
   promotes: "promotes",
   suppresses: "suppresses",
   note: "label or note",
 };
 export const OVER = { passage: "over this text", examples: "over the examples" };
-export const STATES = { alive: "that fire", dead: "dead", all: "all" };
 export const SORTS = {
   match: "match",
   rate: "fires",
@@ -50,7 +47,7 @@ export function search(catalog, query, side, skip) {
   let matched = { score: null };
   try {
     if (query.where === "selected") matched = ranked(catalog, overview, query, side, skip);
-    else if (words) matched = matches(catalog, overview, query, words);
+    else if (words && query.where !== "all") matched = matches(catalog, overview, query, words);
   } catch (error) {
     matched = { error: error.message }; // no pattern
   }
@@ -63,12 +60,10 @@ export function search(catalog, query, side, skip) {
   return { ...matched, found };
 }
 
-// Whether a neuron is in the layer, and alive or dead, as the query has it.
-function isInside({ N, L, fires }, { where, within, state }, index) {
+// Whether a neuron is in the layer of the query.
+function isInside({ N, L }, { within }, index) {
   const exists = within !== null && within < L; // an address may ask for more
-  if (exists && Math.floor(index / N) !== within) return false;
-  if (!fires || where === "selected" || state === "all") return true;
-  return fires[index] > 0 === (state === "alive");
+  return !exists || Math.floor(index / N) === within;
 }
 
 // All neurons by falling size; equal ones by number. Each order is computed once.
@@ -84,12 +79,6 @@ function ordered(overview, sort) {
 }
 
 function matches(catalog, overview, { where }, words) {
-  if (where === "fires" || where === "around") {
-    if (!overview.fires) return { error: "There are no examples without an aggregate." };
-    const text = catalog.chunk("text");
-    if (!text || text.error) return { waiting: !text, error: text?.error };
-    return { score: countPlaces(text, overview, words, where === "fires") };
-  }
   const score = new Float32Array(overview.L * overview.N);
   words = words.toLowerCase();
   if (where === "note") {
@@ -126,25 +115,6 @@ function scoreWords(score, { header, arrays: { word, change } }, half, fits) {
     if (known[word[at]] && Math.floor((2 * (at % each)) / each) === half)
       score[neuron] = Math.max(score[neuron], Math.abs(change[at]));
   }
-}
-
-// In how many of its examples each neuron has the words: where it fires, or anywhere in them. Whole
-// words count, and parts of words only where no whole one is there.
-function countPlaces(text, overview, words, fires) {
-  const whole = text.mark(patternOf(words, true));
-  const marked = whole.includes(1) ? whole : text.mark(patternOf(words, false));
-  const sums = new Uint32Array(marked.length + 1); // of the tokens before each
-  marked.forEach((mark, at) => (sums[at + 1] = sums[at] + mark));
-  const { before, after } = fires ? { before: 0, after: 0 } : overview.about;
-  const each = overview.places;
-  const score = new Float32Array(overview.L * overview.N);
-  for (let place = 0; place < text.at.length; place++) {
-    const at = text.at[place] - 1;
-    if (at < 0) continue;
-    const [from, to] = text.around(at, before, after);
-    if (sums[to + 1] > sums[from]) score[Math.floor(place / each)]++;
-  }
-  return score;
 }
 
 // How well each neuron tells the selected tokens from the others: phi, the tally behind it, and the

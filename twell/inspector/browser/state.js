@@ -4,8 +4,8 @@ import { BEST } from "./classes.js";
 import { QUERY } from "./search.js";
 
 const SELECTION = { side: 0, token: null, layer: null, neuron: null };
-const BEGIN = { ...SELECTION, colour: "count", layers: null };
-const COLOURING = "colour layers skip_first difference".split(" ");
+const BEGIN = { ...SELECTION, colour: "count" };
+const COLOURING = "colour skip_first difference".split(" ");
 export const TRAITS = [...Object.keys(SELECTION), ...COLOURING, ...Object.keys(QUERY)];
 
 export class State {
@@ -45,16 +45,10 @@ export class State {
 
   // Without a neuron nothing can be coloured by one.
   put(changes) {
-    if (changes.neuron === null && this.get("colour") === "neuron")
+    if (changes.neuron === null && ["neuron", "effect"].includes(this.get("colour")))
       changes = { colour: "count", ...changes };
     for (const [name, value] of Object.entries(changes)) this.model.set(name, value);
     this.model.save_changes();
-  }
-
-  // The first and last of the layers that are shown.
-  range(side) {
-    const [first, last] = this.get("layers") ?? [0, side.L - 1];
-    return [Math.min(first, side.L - 1), Math.min(last, side.L - 1)];
   }
 
   // A page's address may ask for what does not exist: that is not selected.
@@ -102,7 +96,8 @@ export class State {
   colouring(side) {
     const shown = this.shownNeuron(side);
     const colour = this.peek?.neuron === undefined || !shown ? this.get("colour") : "neuron";
-    return colour === "neuron" && !shown ? "count" : colour;
+    if (colour === "effect" && shown && !side.rise(shown.layer, shown.neuron)) return "neuron";
+    return ["neuron", "effect"].includes(colour) && !shown ? "count" : colour;
   }
 
   // The selected token, or the one of this side that stands for it.

@@ -149,17 +149,15 @@ export class View {
   nodesOf(side, part) {
     const facts = this.state.sides.length === 2 && this.facts(side);
     if (part) return [facts, part.passage.nodes, part.map.nodes];
-    const runs = this.state.get("runs");
-    const empty = runs ? "There is no text yet: type one above." : "The text is empty.";
-    const bare = side.about.aggregate === null && !side.about.words;
-    return [facts, (runs || bare) && element("p.tw-empty", empty)];
+    const empty = "There is no text yet: type one above.";
+    return [facts, this.state.get("runs") && element("p.tw-empty", empty)];
   }
 
   facts(side) {
     const { name, of, start } = side.about;
     const overview = !side.T && side.catalog?.chunk("overview");
     const shown = `tokens ${integer(start)}\u2013${integer(start + side.T - 1)} of ${integer(of)}`;
-    const mean = meanOf(side.counts);
+    const mean = meanOf(side.means);
     const facts = [
       side.T > 0 && (of > side.T ? shown : plural(side.T, "token")),
       `${plural(side.L, "layer")} of ${integer(side.N)} neurons`,
@@ -202,8 +200,11 @@ export class View {
     if (this.updating) return this.schedule();
     this.updating = true;
     const known = state.sides.map((side) => side.catalog?.chunk("overview") !== undefined);
-    const shown = [this.built, state.selected().neuron === null, state.colours()].join();
-    const asked = [this.built, known, JSON.stringify(state.query)].join();
+    const { side, layer, neuron } = state.selected();
+    const silenced = neuron !== null && side.rise(layer, neuron) && [layer, neuron];
+    const shown = [this.built, neuron === null, silenced, state.colours()].join();
+    const changed = state.get("colour") === "effect" && silenced;
+    const asked = [this.built, known, changed, JSON.stringify(state.query)].join();
     renew(this.head, [["head", asked, () => this.heading()]]);
     renew(this.bar, [["bar", shown, () => bar(state)]]);
     for (const part of this.parts) {

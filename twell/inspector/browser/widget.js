@@ -1,5 +1,7 @@
-// The widget in JupyterLab: the model is anywidget's, whose traits Python shares.
+// The one bundle: as a module the widget in JupyterLab, whose model is anywidget's, with the traits
+// that Python shares; in a page it defines twellOpen (page.js).
 
+import "./page.js";
 import { View } from "./view.js";
 
 function render({ model, el }) {
