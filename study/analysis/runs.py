@@ -186,6 +186,9 @@ def price_at(table: pd.DataFrame, active_fraction: float) -> float:
 HEADS = {  # of columns that readers see; of shares (in %) that are recorded as fractions
     "l1_coefficient": "L1",
     "l1": "L1",
+    "name": "student",
+    "accuracy": "accuracy (%)",
+    "dead": "dead (%)",
     "paper_l1": "paper: L1",
     "paper_cross_entropy": "paper: cross-entropy (nats)",
     "paper_active": "paper: active",
@@ -197,8 +200,6 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "wanted": "wanted (%)",
     "kl": "divergence (nats)",
     "rise": "rise (nats)",
-    "kl_begun": "divergence at first (nats)",
-    "active_begun": "active at first (%)",
     "max_over_mean": "busiest / mean",
     "p99": "99th percentile",
     "low": "95%: from",
@@ -207,7 +208,6 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "line_price": "recipe's price (%)",
     "line_dead": "recipe's dead (%)",
     "other": "recipe",
-    "other_runs": "its runs",
     "limit": "noise",
     "stderr": "standard error",
     "apart": "apart (nats)",
@@ -224,7 +224,7 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "intermediate_size": "neurons",
     "loss_change": "rise of loss (nats)",
 }
-_SHARES = "active_fraction dead_fraction dead_fraction_train wanted active_begun faster_at slower_at"
+_SHARES = "active_fraction dead_fraction dead_fraction_train wanted faster_at slower_at"
 
 
 def _readable_cell(value: Any, decimals: int | None) -> str:
@@ -235,15 +235,17 @@ def _readable_cell(value: Any, decimals: int | None) -> str:
         return f"{value:,}"
     if not isinstance(value, float) or np.isnan(value):
         return value if isinstance(value, str) else "–"
+    value = round(value, 9)
     size = np.log10(abs(value)) if value else 9
     decimals = int(np.clip(2 - np.floor(size), 0, 3)) if decimals is None else decimals
     return f"{round(value, decimals) + 0:,.{decimals}f}".replace("-", "−")  # no -0
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table to be read: heads in words, shares in %, rounded numbers, "–" for unknown ones.
+    """Return a table to be read: heads in words, shares in %, and rounded numbers.
 
-    Columns with "l1" in their name are levels. Columns without any number are left out.
+    Columns with "l1" in their name are levels. Columns without any number are left out, and "–"
+    stands for an unknown one.
     """
     cells = {}
     for name, column in table.dropna(axis=1, how="all").items():
@@ -251,7 +253,8 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
         if "l1" in str(name):
             column = column.map(level_name, "ignore")
         column = 100 * column if name in _SHARES.split() else column
-        decimals = 3 if "nats" in head else None
+        whole = column.dtype.kind == "f" and (column.dropna() % 1 == 0).all()
+        decimals = 3 if "nats" in head else 0 if whole else None
         cells[head] = [_readable_cell(value, decimals) for value in column.tolist()]
     return pd.DataFrame(cells, index=table.index)
 

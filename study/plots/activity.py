@@ -23,7 +23,8 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     figure, ax = base.panel(base.COLUMN, 2.7)
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=base.ACTIVE_FLOOR)
-    line, dots = {"color": base.SPARSE, "linestyle": ":", "linewidth": 1}, {"edgecolors": base.SPARSE}
+    line = {"color": base.SPARSE, "linestyle": ":", "linewidth": 1}
+    dots = {"edgecolors": base.SPARSE}
     ax.vlines(layer, shown["mean"], shown["max"], color="0.85", linewidth=1, zorder=1)
     entries = {
         "mean": ax.scatter(layer, shown["mean"], 18, color=base.SPARSE),

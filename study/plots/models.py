@@ -96,7 +96,8 @@ def _gain_notes(
         value, heights = row[column], [row[column], *(row[end] for end in ends)]
         heights.append(others.get(row["active"], np.nan))
         far, offset, va = (np.nanmin, -4, "top") if value < 0 else (np.nanmax, 4, "bottom")
-        base.note(ax, base.change(value)[:-1], (row["x"], far(heights)), (0, offset), ha="center", va=va)
+        place, look = (row["x"], far(heights)), {"ha": "center", "va": va}
+        base.note(ax, base.change(value)[:-1], place, (0, offset), **look)
 
 
 def fig06_contributions(table: pd.DataFrame) -> Figure:
@@ -255,7 +256,7 @@ def model_parts(table: pd.DataFrame) -> Figure:
     first = table.iloc[0]
     size = f"{first['batch']:.0f} x {first['context']:,.0f} tokens, {first['active']:.3g} active"
     figure.conditions = f"{_model(table)}; forward, {size}"
-    limit = base.change(100 * (first["limit"] - 1))
+    limit = f"{100 * (first['limit'] - 1):.0f}%"
     base.caption(
         figure,
         f"Without any time for up and down the layer would gain {limit} over dense.",
@@ -340,8 +341,8 @@ def overview(
         f"{case['active']:.0f} active neurons per token, {case['device']}; one measurement.",
         "Dense FP8 is the fastest of several.",
         f"Right: ours on {case['device']}, the paper's on {scale['paper_device'].iloc[0]}; random",
-        "weights whose gate fires as often as the paper reports, one measurement each, with bars from",
-        "p20 to p80 of the timed calls of both sides.",
+        "weights whose gate fires as often as the paper reports, one measurement each. Bars span p20",
+        "to p80 of the timed calls of both sides.",
     )
     return figure
 

@@ -1,4 +1,4 @@
-"""Figures of the speed of one layer: by activity and batch size, in training, by card, and in FP8."""
+"""Figures of the speed of a layer: by activity, batch size and card, in training and in FP8."""
 
 from collections.abc import Iterable
 
@@ -296,8 +296,8 @@ def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame)
     base.caption(
         figure,
         f"Speed is of random weights with imposed activity, {levels} active.",
-        f"Cost is of {quality['model'].nunique()} trained models ({sizes} parameters), each a point",
-        "with its paired 95% interval. Sparse bf16 computes the function of dense bf16.",
+        f"Cost is of {quality['model'].nunique()} trained models ({sizes} parameters), each a",
+        "point with its paired 95% interval. Sparse bf16 computes the function of dense bf16.",
         base.measured().replace("point", "bar", 1).partition(";")[0] + ".",
     )
     return figure

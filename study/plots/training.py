@@ -100,7 +100,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
         rises = level - 1 in losses.index and losses[level - 1] < losses[level]
         look = {"ha": "left" if rises else "center"} | _ON_WHITE
         place = (level, lowest[level]), (3 * rises, -12)
-        base.note(top, base.change(price, 1), *place, **look)
+        base.note(top, base.change(price, 1)[:-1], *place, **look)
     for level, active in means["active"].items():
         place = level, max(active, base.ACTIVE_FLOOR)
         base.note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
@@ -114,7 +114,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
         keys = {name: base.key("0.55", marker=marker, **look) for marker, name in shown}
         base.legend(figure, "upper center", keys, ncols=3, columnspacing=1, handletextpad=0)
     runs = f"Each mark is a run, {_number(table.groupby('level').size())} a level"
-    change = "The percentages are changes of cross-entropy from L1 = 0."
+    change = "Numbers above: the change of cross-entropy from L1 = 0, in %."
     joined = f"{runs}; the line joins means of a level."
     base.caption(figure, base.sentence(about), joined, change)
     return figure
