@@ -30,15 +30,16 @@ SLACK = 8  # pixels by which boxes, which are larger than their letters, may ove
 def figures(tmp_path, monkeypatch):
     """A folder for figures, in parameters of every notebook. Pictures are not rendered."""
     monkeypatch.setattr(base, "png", lambda figure: b"")
-    folder = tmp_path / "figures"
-    return {"figures": str(folder), "live_figures": str(folder), "folder": folder}
+    return {"figures": str(tmp_path), "live_figures": str(tmp_path), "folder": tmp_path}
 
 
 def texts(figure):
     """The visible texts of a drawn figure and their boxes, without ticks outside the limits."""
-    axes = [axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)]
-    ticks = [tick for axis in axes for tick in [*axis.majorTicks, *axis.minorTicks]]
-    hidden = {label for tick in ticks for label in (tick.label1, tick.label2)}
+    hidden = set()
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+        low, high = sorted(axis.get_view_interval()) if axis.axes.axison else (1, 0)
+        out = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
+        hidden |= {label for tick in out for label in (tick.label1, tick.label2)}
     every = [text for text in figure.findobj(Text) if text not in hidden and text.get_visible()]
     every = [text for text in every if text.get_text().strip()]
     renderer = FigureCanvasAgg(figure).get_renderer()  # else each text makes one
