@@ -134,7 +134,8 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         ax.set_ylabel("speed over dense")
     figure.conditions = f"{_layer(table)}, forward"
     _speed_legend(figure, names)
-    base.caption(figure, _of_pattern(patterns), _CROSSED, base.measured())
+    commits = f"Points are of {rows['commit'].nunique()} commits."
+    base.caption(figure, _of_pattern(patterns), _CROSSED, commits, base.measured())
     return figure
 
 
@@ -166,7 +167,8 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         ax.set_xlabel("active neurons per token")
     figure.conditions = f"{_layer(table)}; forward and backward"
     _speed_legend(figure, names, styles)
-    terms = "Held: bytes that forward keeps for backward."
+    terms = "Held: bytes that forward keeps for backward. "
+    terms += f"Points are of {rows['commit'].nunique()} commits."
     base.caption(figure, _of_pattern(patterns), terms, _CROSSED, base.measured())
     return figure
 
