@@ -153,7 +153,8 @@ def tells_apart(aggregate: twell.Aggregate, pattern: str = r"\d") -> pd.DataFram
     Over the tokens around the neuron's own examples, as the inspector's search.
     """
     token, h, first = around_examples(aggregate)
-    fits = np.array([bool(re.search(pattern, text)) for text in aggregate.strings])
+    texts = [re.sub("<0x[0-9A-F]{2}>", "", text) for text in aggregate.strings]  # no bytes
+    fits = np.array([bool(re.search(pattern, text)) for text in texts])
     axis, known = (2, 3), token >= 0
     member = fits[token] & known
     known &= member | ~first  # many neurons fire at first tokens
