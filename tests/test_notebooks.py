@@ -1,15 +1,18 @@
 """Lessons run with several parameters, draw readable figures, and match their pages."""
 
+import ast
 import re
+from itertools import combinations
 
-import numpy as np
+import nbformat
+import papermill
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from PIL import Image
 
 from scripts import lessons
+from study.plots import base
 from twell import results
 
 ROOT = results.root()
@@ -27,22 +30,19 @@ SLACK = 8  # pixels by which boxes, which are larger than their letters, may ove
 @pytest.fixture
 def figures(tmp_path, monkeypatch):
     """A folder for figures, in parameters of every notebook. Pictures are not rendered."""
-
-    def blank(figure, file, format, **options):
-        Image.new("RGB", (1, 1)).save(file, format)
-
-    monkeypatch.setattr(Figure, "savefig", blank)
-    folder = tmp_path / "figures"
-    return {"figures": str(folder), "live_figures": str(folder), "folder": folder}
+    monkeypatch.setattr(base, "png", lambda figure: b"")
+    return {"figures": str(tmp_path), "live_figures": str(tmp_path), "folder": tmp_path}
 
 
 def texts(figure):
     """The visible texts of a drawn figure and their boxes, without ticks outside the limits."""
-    ticks = [tick for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)
-             for tick in [*axis.majorTicks, *axis.minorTicks]]  # fmt: skip
-    hidden = {id(label) for tick in ticks for label in (tick.label1, tick.label2)}
-    every = [text for text in figure.findobj(Text) if id(text) not in hidden]
-    every = [text for text in every if text.get_visible() and text.get_text().strip()]
+    hidden = set()
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+        low, high = sorted(axis.get_view_interval()) if axis.axes.axison else (1, 0)
+        out = [tick for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high]
+        hidden |= {label for tick in out for label in (tick.label1, tick.label2)}
+    every = [text for text in figure.findobj(Text) if text not in hidden and text.get_visible()]
+    every = [text for text in every if text.get_text().strip()]
     renderer = FigureCanvasAgg(figure).get_renderer()  # else each text makes one
     return [(text.get_text(), text.get_window_extent(renderer)) for text in every]
 
@@ -53,15 +53,10 @@ def assert_readable(figure):
     figure.draw_without_rendering()
     shown = [ax for ax in figure.axes if ax.axison and ax.has_data()]
     assert not shown or any(ax.get_xlabel() or ax.get_ylabel() for ax in shown)
-    boxes, canvas = texts(figure), figure.bbox
-    left, bottom, right, top = np.array([box.extents for _, box in boxes], "f4").T
-    inside = (left > -SLACK) & (bottom > -SLACK)
-    inside &= (right < canvas.x1 + SLACK) & (top < canvas.y1 + SLACK)
-    assert inside.all(), f"{boxes[int(np.argmin(inside))][0]!r} leaves the canvas"
-    across = np.minimum.outer(right, right) - np.maximum.outer(left, left)
-    down = np.minimum.outer(top, top) - np.maximum.outer(bottom, bottom)
-    over = np.argwhere(np.triu(np.minimum(across, down) > SLACK, 1))
-    assert not len(over), [boxes[number][0] for number in over[0]]
+    boxes = [(text, box.padded(-SLACK / 2)) for text, box in texts(figure)]
+    outside = [text for text, box in boxes if not all(map(figure.bbox.contains, *box.corners().T))]
+    over = [(a, b) for (a, one), (b, other) in combinations(boxes, 2) if one.overlaps(other)]
+    assert not outside and not over
 
 
 @pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != "00_paper"])
@@ -69,19 +64,27 @@ def test_lessons_draw_the_tracked_figures(name, figures, model):
     given = SMALL | {"model": str(model)} if name in TINY else {}
     cells, _ = lessons.run(NOTEBOOKS[name], figures | given)
     page = (lessons.PAGES / f"{name}.md").read_text(encoding="utf-8")
-    drawn = [cell.value.get_label() for cell in cells if isinstance(cell.value, Figure)]
+    shown = [cell.value for cell in cells if isinstance(cell.value, Figure)]
+    drawn = [figure.get_label() for figure in shown]
     assert drawn == DRAWN.findall(page)
     assert {file.stem for file in figures["folder"].glob("*.png")} == set(drawn)
-    for cell in cells:
-        if isinstance(cell.value, Figure):
-            assert_readable(cell.value)
-    if name in ("07_inspect", "11_one_word"):
-        assert any(lessons.WIDGET in cell.shown for cell in cells)
-        assert len([*figures["folder"].glob("*.html")]) == 1
+    for figure in shown:
+        assert_readable(figure)
+    widgets = sum(lessons.WIDGET in cell.shown for cell in cells)
+    assert widgets == len([*figures["folder"].glob("*.html")]) == name.startswith(("07", "11"))
     if name not in MODEL:
         assert page == lessons.page(name, cells), "write the pages again: make lessons"
     for block in lessons.page(name, cells, outputs=False).split("\n\n"):
         assert block in page, "write the pages again: make lessons"
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_papermill_lists_every_parameter(name):
+    (cell,) = [one for one in nbformat.read(NOTEBOOKS[name], 4).cells if "tags" in one.metadata]
+    listed = papermill.inspect_notebook(NOTEBOOKS[name]).values()
+    defaults = {one["name"]: ast.literal_eval(one["default"]) for one in listed}
+    exec(cell.source, names := {})
+    assert defaults == {name: names[name] for name in names.keys() - {"__builtins__"}}
 
 
 # What "Try it" proposes as other parameters.
@@ -100,6 +103,5 @@ TRY = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRY)
 def test_what_a_lesson_proposes_to_try_runs(name):
-    cells, names = lessons.run(NOTEBOOKS[name], TRY[name])
+    _, names = lessons.run(NOTEBOOKS[name], TRY[name])
     assert {key: names[key] for key in TRY[name]} == TRY[name]
-    assert any(cell.shown for cell in cells)

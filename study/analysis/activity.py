@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,6 +129,52 @@ def contexts(
     """Return the places where a neuron fires, from `trace.places`."""
     columns = ["value", "quantile", "before", "token", "after", "sequence", "position"]
     return pd.DataFrame(places(aggregate, layer, neuron, kind), columns=columns)
+
+
+def around_examples(aggregate: twell.Aggregate) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the tokens around each neuron's examples, and its h there, [L, N, places, window].
+
+    Tokens are indices of aggregate.strings, -1 for none; h is in 127ths of the neuron's largest
+    |h|, and 0 where it does not fire. The third array says which begin a sequence.
+    """
+    at = np.concatenate([aggregate.top_at, aggregate.quantile_at], axis=2)[..., None]
+    near = at + np.arange(-aggregate.before, aggregate.after + 1)
+    ends = aggregate.lengths.cumsum()
+    same = np.searchsorted(ends, near, side="right") == np.searchsorted(ends, at, side="right")
+    known = (at >= 0) & (near >= 0) & same
+    ids = aggregate.text[np.searchsorted(aggregate.text_at, np.where(known, near, 0))]
+    token = np.where(known, np.searchsorted(aggregate.token_ids, ids), -1)
+    return token, aggregate.near, np.isin(near, ends - aggregate.lengths)
+
+
+def tells_apart(aggregate: twell.Aggregate, pattern: str = r"\d") -> pd.DataFrame:
+    """Return phi of each neuron, best first: of firing with the tokens that have a pattern.
+
+    Over the tokens around the neuron's own examples, as the inspector's search.
+    """
+    token, h, first = around_examples(aggregate)
+    texts = [re.sub("<0x[0-9A-F]{2}>", "", text) for text in aggregate.strings]  # no bytes
+    fits = np.array([bool(re.search(pattern, text)) for text in texts])
+    axis, known = (2, 3), token >= 0
+    member = fits[token] & known
+    known &= member | ~first  # many neurons fire at first tokens
+    fires = (h != 0) & known
+    n, p, f, both = (some.sum(axis) for some in (known, member, fires, member & fires))
+    phi = _correlation(n, p, f, p, f, both)
+    numbers = np.arange(aggregate.num_layers)[:, None], np.arange(aggregate.intermediate_size)
+    table = _table(layer=numbers[0], neuron=numbers[1], phi=np.nan_to_num(phi))
+    return table.sort_values("phi", ascending=False, kind="stable", ignore_index=True)
+
+
+def examples(aggregate: twell.Aggregate, layer: int, neuron: int) -> list[pd.DataFrame]:
+    """Return the text around each example of a neuron: token, and h over its largest |h|."""
+    tokens, values, _ = (some[layer, neuron] for some in around_examples(aggregate))
+    strings = np.array(aggregate.strings, dtype=object)
+    return [
+        pd.DataFrame({"token": strings[token[token >= 0]], "value": h[token >= 0] / 127})
+        for token, h in zip(tokens, values, strict=True)
+        if (token >= 0).any()
+    ]
 
 
 def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:

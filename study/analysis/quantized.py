@@ -24,7 +24,6 @@ _PRECISIONS = {
 SIDES = [
     f"{kind}{precision}" for precision in ("", " FP8", " FP8 all") for kind in ("dense", "sparse")
 ]
-_NUMBERS = ["difference", "low", "high"]
 
 
 def side_of(name: str) -> str:
@@ -80,19 +79,3 @@ def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
     rows = newest.assign(side=sides, level=level)
     rows = rows.sort_values(["parameters", "level"], ascending=[True, False], kind="stable")
     return rows.drop(columns="level")
-
-
-def speed_and_quality(speeds: pd.DataFrame, quality: pd.DataFrame) -> pd.DataFrame:
-    """Return the speed of each side beside its change of cross-entropy.
-
-    speeds: `fastest` of one case; quality: `fp8_quality` of one model. Columns: those of speeds,
-    and difference, low and high in nats; sparse bf16 computes the function of dense, so its are 0.
-    Sides without both numbers are left out. Empty where nothing in FP8 has both.
-    """
-    if speeds.empty or quality.empty:
-        return speeds[:0]
-    known = quality.set_index("side")[_NUMBERS].astype(float)
-    if "dense" in known.index:
-        known.loc["sparse"] = known.loc["dense"]
-    table = speeds.merge(known, left_on="side", right_index=True).reset_index(drop=True)
-    return table if table["side"].str.contains("FP8").any() else table[:0]

@@ -185,36 +185,6 @@ def _line(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return slope, y.mean(-1) - slope * x.mean(-1)
 
 
-def relufied_outlook(
-    table: pd.DataFrame, pairs: pd.DataFrame, frontier: dict[str, float]
-) -> pd.DataFrame:
-    """Return how many tokens would bring each level to the divergence of `relufied_frontier`.
-
-    Levels with several budgets whose activity differs by at most ALIKE count, with the runs on the
-    fewest and the most tokens. kl is the geometric mean on most tokens, halving the divergence
-    after twice the tokens over that before. tokens, fewer and more extrapolate to the frontier and
-    its interval: `most` where it is reached, infinite where nothing falls.
-    """
-    lines = []
-    for level, runs in relufied_budgets(table, pairs).groupby("level"):
-        fewest, most = runs["tokens"].min(), runs["tokens"].max()
-        first, last = runs[runs["tokens"] == fewest], runs[runs["tokens"] == most]
-        shares = pd.concat([first, last])["active_fraction"]
-        if shares.max() > (1 + ALIKE) * shares.min():
-            continue
-        before, kl = (float(np.exp(np.log(some["kl"]).mean())) for some in (first, last))
-        exponent = np.log(kl / before) / np.log(most / fewest)
-        line = {"level": level, "runs": len(shares), "fewest": fewest, "most": most}
-        line |= last[["active_fraction", "difference"]].mean().to_dict()
-        line |= {"kl": kl, "halving": 2.0**exponent}
-        for name, end in (("tokens", "kl"), ("fewer", "high"), ("more", "low")):
-            ratio = frontier[end] / kl
-            further = ratio ** (1 / exponent) if exponent < 0 else np.inf
-            line[name] = most * (1.0 if ratio >= 1 else further)
-        lines.append(line)
-    return pd.DataFrame(lines)
-
-
 def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest sparse path in bf16 of each measured layer, by share of active neurons.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -183,17 +183,80 @@ def price_at(table: pd.DataFrame, active_fraction: float) -> float:
     return float(np.interp(np.log(active_fraction), *line, left=np.nan, right=np.nan))
 
 
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table to be read: numbers with four digits, "–" for unknown ones.
+HEADS = {  # of columns that readers see; of shares (in %) that are recorded as fractions
+    "l1_coefficient": "L1",
+    "l1": "L1",
+    "name": "student",
+    "accuracy": "accuracy (%)",
+    "dead": "dead (%)",
+    "paper_l1": "paper: L1",
+    "paper_cross_entropy": "paper: cross-entropy (nats)",
+    "paper_active": "paper: active",
+    "active_fraction": "active (%)",
+    "cross_entropy": "cross-entropy (nats)",
+    "cross_entropy_change": "change of cross-entropy (%)",
+    "dead_fraction": "dead (%)",
+    "dead_fraction_train": "dead (%)",
+    "wanted": "wanted (%)",
+    "kl": "divergence (nats)",
+    "rise": "rise (nats)",
+    "max_over_mean": "busiest / mean",
+    "p99": "99th percentile",
+    "low": "95%: from",
+    "high": "95%: to",
+    "price": "price (%)",
+    "line_price": "recipe's price (%)",
+    "line_dead": "recipe's dead (%)",
+    "other": "recipe",
+    "limit": "noise",
+    "stderr": "standard error",
+    "apart": "apart (nats)",
+    "tokens_per_second": "tokens/s",
+    "tokens_per_ms": "tokens/ms",
+    "energy_change": "energy (%)",
+    "peak_memory": "memory (GB)",
+    "peak_memory_whole": "whole training (GB)",
+    "last": "last loss (nats)",
+    "train_last": "on training text (nats)",
+    "faster_at": "gains at (%)",
+    "slower_at": "loses at (%)",
+    "hidden_size": "width",
+    "intermediate_size": "neurons",
+    "loss_change": "rise of loss (nats)",
+}
+_SHARES = "active_fraction dead_fraction dead_fraction_train wanted faster_at slower_at"
 
-    Columns with "l1" in their name are levels. Columns without any number are left out.
+
+def _readable_cell(value: Any, decimals: int | None) -> str:
+    """Return a cell with three digits, at most three decimals, or with `decimals`."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, float) or np.isnan(value):
+        return value if isinstance(value, str) else "–"
+    value = round(value, 9)
+    size = np.log10(abs(value)) if value else 9
+    decimals = int(np.clip(2 - np.floor(size), 0, 3)) if decimals is None else decimals
+    return f"{round(value, decimals) + 0:,.{decimals}f}".replace("-", "−")  # no -0
+
+
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table to be read: heads in words, shares in %, and rounded numbers.
+
+    Columns with "l1" in their name are levels. Columns without any number are left out, and "–"
+    stands for an unknown one.
     """
-    named = {name: table[name].map(level_name, "ignore") for name in table if "l1" in name}
-    short = table.assign(**named).dropna(axis=1, how="all")
-    short = short.map(
-        lambda cell: f"{round(cell, 9) + 0:.4g}" if isinstance(cell, float) else cell  # no -0
-    )
-    return short.replace("nan", "–")
+    cells = {}
+    for name, column in table.dropna(axis=1, how="all").items():
+        head = HEADS.get(name, str(name).replace("_", " "))
+        if "l1" in str(name):
+            column = column.map(level_name, "ignore")
+        column = 100 * column if name in _SHARES.split() else column
+        whole = column.dtype.kind == "f" and (column.dropna() % 1 == 0).all()
+        decimals = 3 if "nats" in head else 0 if whole else None
+        cells[head] = [_readable_cell(value, decimals) for value in column.tolist()]
+    return pd.DataFrame(cells, index=table.index)
 
 
 def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str) -> pd.DataFrame:

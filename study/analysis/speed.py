@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from study.analysis.runs import HEADS
 from twell.measure import providers
 from twell.sparse.calibration import crossing
 
@@ -163,7 +164,7 @@ def by_case(table: pd.DataFrame) -> pd.DataFrame:
     apart = ["weight_sets", "date", "commit"]
     table = table.assign(date=table["date"].str[:10], commit=table["commit"].str[:7])
     cases = table.pivot_table(index=[*shown, *apart], columns="provider", values="speedup")
-    return cases.droplevel(apart)
+    return cases.droplevel(apart).rename_axis(index=HEADS)
 
 
 def _in_order(table: pd.DataFrame) -> pd.DataFrame:

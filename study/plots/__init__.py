@@ -7,7 +7,7 @@
     speed     the speed of a layer, and FP8 against its quality
     models    tasks, speed, energy and memory of whole models (Figs 4 to 6, Table 1)
 
-No file is read here. In all figures L1 = 0 is black, and levels above it run from dark to light.
+No file is read here. `base` has the one colour of each meaning.
 """
 
 from study import first_of

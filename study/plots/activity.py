@@ -6,10 +6,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from study import analysis
 from study.plots import base
 from twell.inspector.figure import (
     LINE,
+    PAGE,
     inspector_colours,
     text_scale,
     typeset,
@@ -23,12 +23,13 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     figure, ax = base.panel(base.COLUMN, 2.7)
     layer, overall = table["layer"], table["mean"].mean()
     shown = table[["mean", "p99", "max"]].clip(lower=base.ACTIVE_FLOOR)
-    line, dots = {"color": base.BLUE, "linestyle": ":", "linewidth": 1}, {"edgecolors": base.BLUE}
+    line = {"color": base.SPARSE, "linestyle": ":", "linewidth": 1}
+    dots = {"edgecolors": base.SPARSE}
     ax.vlines(layer, shown["mean"], shown["max"], color="0.85", linewidth=1, zorder=1)
     entries = {
-        "mean": ax.scatter(layer, shown["mean"], 18, color=base.BLUE),
+        "mean": ax.scatter(layer, shown["mean"], 18, color=base.SPARSE),
         f"mean of all layers: {overall:.3g}": ax.axhline(max(overall, base.ACTIVE_FLOOR), **line),
-        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=base.BLUE),
+        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=base.SPARSE),
         "busiest token": ax.scatter(layer, shown["max"], 18, "white", marker="^", **dots),
     }
     _decades(ax, shown["mean"].min(), shown["max"].max())
@@ -55,7 +56,7 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> 
     figure, ax = base.panel(base.COLUMN, 1.0 + 0.19 * len(both))
     y = np.arange(len(both))
     y = y + 1.2 * (y >= len(lowest))  # a gap between the two groups
-    ax.barh(y, both["mean_active"], 0.75, color=base.BLUE)
+    ax.barh(y, both["mean_active"], 0.75, color=base.SPARSE)
     base.row_names(ax, y, [visible(token)[:16] for token in both["token"]])
     for place, value, count in zip(y, both["mean_active"], both["count"], strict=True):
         base.note(ax, f"{value:.3g} (n = {count:,})", (value, place), (3, 0), va="center")
@@ -72,26 +73,20 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> 
 
 
 def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
-    """Draw mean activity against position in the sequence, log-log.
+    """Draw mean activity against position in the sequence, log-log (`analysis.by_position`).
 
-    table: `analysis.by_position` of one or more traces, with the column l1_coefficient. Strong
-    lines are means over ranges of positions that grow by a factor of _RANGE.
+    The strong line has means over ranges of positions that grow by a factor of _RANGE.
     """
-    figure, ax = base.panel(base.COLUMN, 2.7)
-    colours = base.level_colours(table["l1_coefficient"])
-    for l1, line in table.groupby("l1_coefficient"):
-        position, active = line["position"] + 1, line["mean_active"].clip(lower=base.ACTIVE_FLOOR)
-        ax.plot(position, active, color=colours[l1], alpha=0.3, linewidth=0.8)
-        ranges = (np.log(position) / np.log(_RANGE)).astype(int)
-        means = pd.DataFrame({"x": np.log(position), "y": active}).groupby(ranges).mean()
-        look = {"color": colours[l1], "marker": "o", "markersize": 2.5, "linewidth": 1}
-        ax.plot(np.exp(means["x"]), means["y"], label=analysis.level_name(l1), **look)
+    figure, ax = base.panel(base.COLUMN, 2.5)
+    position, active = table["position"] + 1, table["mean_active"].clip(lower=base.ACTIVE_FLOOR)
+    ax.plot(position, active, color=base.SPARSE, alpha=0.3, linewidth=0.8)
+    ranges = (np.log(position) / np.log(_RANGE)).astype(int)
+    means = pd.DataFrame({"x": np.log(position), "y": active}).groupby(ranges).mean()
+    ax.plot(np.exp(means["x"]), means["y"], "o-", color=base.SPARSE, markersize=3)
     ax.set(xscale="log", yscale="log")
     ax.set(xlabel="position in the sequence (the first is 1)", ylabel="active neurons per token")
     base.plain(ax.xaxis, ax.yaxis)
-    if len(colours) > 2:  # of L1 = 0 and more than one other level
-        ax.legend(title="L1 coefficient")
-    means = "Points are means over ranges of positions, thin lines single positions."
+    means = "Points are means over ranges of positions, the thin line single positions."
     base.caption(figure, base.sentence(about), means)
     return figure
 
@@ -111,10 +106,50 @@ def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figu
     low, high = active.quantile([0.02, 0.98])
     norm = LogNorm(low, max(high, 1.001 * low), clip=True)
     places, lines = typeset(table["token"], columns)
-    figure, ax = base.panel(base.PAGE, LINE * lines + 0.75)
+    figure, ax = base.panel(PAGE, LINE * lines + 0.75)
     write_tokens(ax, places, lines, [colours(norm(value)) for value in active], columns)
     label = "active neurons per token, mean over layers (⏎: end of a line)"
     text_scale(figure, ax, norm, colours, "bottom", label, "both")
     scale = "The scale spans the middle 96% of the tokens."
     base.caption(figure, base.sentence(about), scale)
+    return figure
+
+
+def number_neurons(
+    table: pd.DataFrame, examples: list[pd.DataFrame], columns: int = 76, about: str = ""
+) -> Figure:
+    """Draw how well each neuron tells numbers from other tokens, and examples of the best one.
+
+    table: `analysis.tells_apart`; examples: `analysis.examples`, one a line of so many characters.
+    """
+    heights = 2.1, 1.2 * LINE * len(examples) + 0.1
+    figure = base.empty(PAGE, sum(heights))
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
+    ax, text = above.subplots(), below.subplots()
+    y = table["layer"] + 0.6 * ((table["neuron"] * 0.618) % 1 - 0.5)  # the same each time
+    ax.scatter(table["phi"], y, 5, linewidth=0, alpha=0.4, color=base.SPARSE)
+    sides = (8, "bottom"), (-8, "top")
+    for row, (offset, va) in zip(table.head(2).itertuples(), sides, strict=True):
+        place, look = (row.phi, y[row.Index]), {"ha": "center", "va": va, "fontsize": 9}
+        ax.plot(*place, "o", color=base.SPARSE, markersize=6)
+        base.note(ax, f"neuron {row.neuron}", place, (0, offset), **look)
+    ax.set(xlabel="how well firing tells numbers from other tokens (phi)", ylabel="layer")
+    ax.set_yticks(range(table["layer"].max() + 1))
+    ax.invert_yaxis()
+    colours, places, shades = inspector_colours(), [], []
+    for line, one in enumerate(examples):
+        across = one["token"].str.replace(r"\s", " ", regex=True)
+        starts = across.str.len().cumsum() - across.str.len()
+        for x, word, h in zip(starts, across, one["value"], strict=True):
+            if x + len(word) <= columns:
+                places.append((x, 1.2 * line, word))
+                shades.append(colours(abs(h) ** 0.5))
+    write_tokens(text, places, 1.2 * len(examples), shades, columns)
+    best = table.iloc[0]
+    base.caption(
+        figure,
+        base.sentence(about),
+        f"Above, a dot a neuron. Below, tokens around places where neuron {best['neuron']:.0f} of",
+        f"layer {best['layer']:.0f} fires. The darker a token, the larger |h| (root of the scale).",
+    )
     return figure

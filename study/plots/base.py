@@ -23,29 +23,38 @@ from matplotlib.textpath import text_to_path
 from PIL import Image, ImageChops
 
 from twell import results
-from twell.inspector.figure import PAGE, plain, style  # noqa: F401 (figures take them from here)
+from twell.inspector.figure import plain, style  # noqa: F401 (figures take it from here)
 
 _DPI = 200
 _SHADES = 8192  # of a line drawing at most, smoothed edges included
 _NEAR = 12  # of 255: shades that look alike
-COLUMN = 3.35  # width of a column of a two-column paper, inches
-BLUE, ORANGE, GREEN, RED, PURPLE, _BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
-# One meaning, one colour, in all figures. The paper's marks are squares, ours are not. Levels of L1
-# have a scale of their own, `level_colours`.
+COLUMN, PAGE = 3.3, 5.6  # widths in inches; a page is read at half of its width, too
+_FONTS = {"font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9, "legend.fontsize": 8.5}
+_FONTS |= {"xtick.labelsize": 8.5, "ytick.labelsize": 8.5, "legend.title_fontsize": 8.5}
+SMALL = 7.5  # letters of notes; none are smaller
+BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
+# One meaning, one colour, in all figures: the authors' numbers and their release are black. Numbers
+# in FP8 are darker (`in_fp8`), levels of L1 have the map of `level_colours`.
 OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens
-PAPER, DENSE, AUTO = "black", "0.45", ORANGE
-ROWWISE, DECODE, HYBRID = PURPLE, GREEN, RED
-GATE, UP, DOWN = _BROWN, CYAN, (0.68, 0.85, 0.96)  # products of a feed-forward layer
+PAPER, DENSE, AUTO = "black", "0.6", ORANGE
+TWELL = ROWWISE = GREEN
+DECODE, HYBRID, ELL = CYAN, RED, PURPLE
 # Of text over lines.
 HALO = {"path_effects": [withStroke(linewidth=1.5, foreground="white")], "zorder": 5}
 ACTIVE_FLOOR = 0.01  # log axes show fewer active neurons, zero included, at this height
-_LOWEST_LEVEL, _HIGHEST_LEVEL = 1.5e-5, 1e-2  # of L1; the scale of its colours ends there
+_LOWEST_LEVEL, _HIGHEST_LEVEL = 1e-5, 5e-3  # of L1; the map of its colours ends there
+
+
+def empty(width: float, height: float) -> Figure:
+    """A figure in the style, without axes."""
+    style()
+    mpl.rcParams.update(_FONTS)
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def subplots(width: float, height: float, rows: int = 1, columns: int = 1, **options):
     """A figure in the style with its axes, [rows, columns]."""
-    style()
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = empty(width, height)
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
@@ -63,18 +72,26 @@ def one_case(table: pd.DataFrame, columns: Sequence[str], what: str) -> tuple:
     return tuple(cases.iloc[0])
 
 
-def level_colours(levels: Iterable[float]) -> dict[float, tuple]:
-    """A colour for each level of L1, the same in all figures: black for 0, then dark to light."""
-    colours = {0: "black"}
-    for level in sorted(set(levels) - {0}):
-        place = np.log(level / _LOWEST_LEVEL) / np.log(_HIGHEST_LEVEL / _LOWEST_LEVEL)
-        colours[level] = tuple(mpl.colormaps["plasma"](float(0.92 * np.clip(place, 0, 1))))
-    return colours
+def shade(place: float) -> tuple:
+    """The colour of a place from 0 (hardly sparse) to 1 (very sparse) in the one sequential map."""
+    return tuple(sns.color_palette("flare", as_cmap=True)(float(np.clip(place, 0, 1))))
+
+
+def level_colours(levels: Iterable[float]) -> dict[float, tuple | str]:
+    """A colour for each level of L1, the same in all figures: grey for 0, then light to dark."""
+    span = np.log(_HIGHEST_LEVEL / _LOWEST_LEVEL)
+    colours = {level: shade(np.log(level / _LOWEST_LEVEL) / span) for level in {*levels} - {0}}
+    return {0: DENSE} | dict(sorted(colours.items()))
+
+
+def in_fp8(color: str | tuple) -> tuple:
+    """The darker shade of a colour that stands for the same in FP8."""
+    return tuple(0.5 * channel for channel in mpl.colors.to_rgb(color))
 
 
 def note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Annotation:
-    """Write a small note, `offset` points away from a place."""
-    return ax.annotate(text, at, offset, textcoords="offset points", **{"fontsize": 6.5} | look)
+    """Write a note in small letters, `offset` points away from a place."""
+    return ax.annotate(text, at, offset, textcoords="offset points", **{"fontsize": SMALL} | look)
 
 
 def key(color: str | tuple, **look) -> Line2D:
@@ -133,8 +150,8 @@ def caption(figure: Figure, *sentences: str) -> None:
 def draw_title(figure: Figure, title: str, conditions: str = "") -> None:
     """Write a message above a figure, and below it, smaller, what all panels share."""
     width, height = 72 * figure.get_size_inches()  # points
-    lines = [(line, 9, "bold") for line in _wrapped(title, 10.4, width)]  # bold letters are wider
-    lines += [(line, 6.5, "normal") for line in _wrapped(conditions, 6.5, 0.95 * width) if line]
+    lines = [(line, 10, "bold") for line in _wrapped(title, 11.6, width)]  # bold letters are wider
+    lines += [(line, SMALL, "normal") for line in _wrapped(conditions, SMALL, 0.93 * width) if line]
     figure.title_room = room = 1.3 * sum(size for _, size, _ in lines) + 4
     figure.set_figheight((height + room) / 72)
     figure.get_layout_engine().set(rect=(0, 0, 1, height / (height + room)))
@@ -148,7 +165,7 @@ def draw_title(figure: Figure, title: str, conditions: str = "") -> None:
 def draw_caption(figure: Figure) -> None:
     """Write the caption below a finished figure, which grows by that."""
     width, height = figure.get_size_inches()
-    size, margin = 6.5, 4  # points
+    size, margin = SMALL, 4  # points
     text = figure.caption.replace(" = ", "\u00a0=\u00a0")  # no line breaks there
     lines = _wrapped(text, size, 0.95 * (72 * width - 2 * margin))  # letters differ by resolution
     room = (1.3 * size * len(lines) + 2 * margin) / 72

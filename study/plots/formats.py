@@ -9,7 +9,8 @@ from matplotlib.patches import Rectangle
 
 from study.plots import base
 
-_TILES = (base.BLUE, "white"), (base.CYAN, "black")  # and text
+*_, _LIGHT, _MIDDLE, _ = sns.light_palette(base.TWELL, 5)
+_TILES = (base.TWELL, "white"), (_LIGHT, "black")  # and text
 # Face, edge and text of the cells that are no values.
 _KINDS = {
     "count": ("0.25", "white", "white"),
@@ -36,7 +37,7 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
     kinds = {f"non-zero of tile {tile}, with its column": _TILES[tile][0] for tile in range(2)}
     kinds |= {"count": "0.25", "unused slot": "0.93"}
     entries = {name: Rectangle((0, 0), 1, 1, facecolor=colour) for name, colour in kinds.items()}
-    base.legend(figure, "lower center", entries, ncols=4, handlelength=1)
+    base.legend(figure, "lower center", entries, ncols=2, handlelength=1)
     base.caption(
         figure,
         f"One matrix in four formats. Rows are tokens, and tiles have {tile_n} columns. Every cell",
@@ -56,37 +57,37 @@ def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:
     top = 0
     for part, table in panel.groupby("part", sort=False):
         if top:
-            ax.text(0, top - 0.15, part, fontsize=6.5, style="italic", va="bottom")
+            ax.text(0, top - 0.15, part, fontsize=base.SMALL, style="italic", va="bottom")
         for cell in table.itertuples():
             x, y = cell.slot, top + cell.row
             colour, ink = _TILES[cell.label // tile_n % len(_TILES)]
             face, edge, ink = _KINDS.get(cell.kind, (colour, "white", ink))
             ax.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, linewidth=0.5))
             if ink:
-                look = {"color": ink, "fontsize": 6, "ha": "center", "va": "center"}
+                look = {"color": ink, "fontsize": 7, "ha": "center", "va": "center"}
                 ax.text(x + 0.5, y + 0.53, cell.label, **look)
         for row, token in table.groupby("row")["token"].first().items():
             y = top + row + 0.53
-            ax.text(-0.3, y, f"$t_{{{token}}}$", fontsize=7, ha="right", va="center")
+            ax.text(-0.3, y, f"$t_{{{token}}}$", fontsize=8, ha="right", va="center")
         top += table["row"].max() + 2.0
 
 
 def fig01_bytes(table: pd.DataFrame) -> Figure:
     """Draw bytes against dense by active share, from `analysis.format_bytes`."""
-    figure, ax = base.panel(base.COLUMN, 3.0)
-    shades = iter(sns.light_palette(base.BLUE, 4)[:0:-1])
-    looks = {"ELL": (base.ROWWISE, "D"), "Hybrid": (base.HYBRID, "X")}
+    figure, ax = base.panel(base.COLUMN, 2.9)
+    shades = iter(sns.light_palette(base.TWELL, 4)[:0:-1])
+    looks = {"Dense": (base.DENSE, ""), "ELL": (base.ELL, "D"), "Hybrid": (base.HYBRID, "X")}
     for name, line in table.groupby("format", sort=False):
-        if name == "Dense":  # thin, above TwELL at C = 2, which is as large
-            look = {"color": "black", "linestyle": "--", "linewidth": 0.8, "zorder": 3}
-        else:
-            colour, marker = looks.get(name.split(",")[0]) or (next(shades), "o")
-            look = {"color": colour, "marker": marker, "markersize": 4, "mec": "white", "mew": 0.5}
-        ax.plot(100 * line["active_share"], line["relative"], label=name, **look)
+        colour, marker = looks.get(name.split(",")[0]) or (next(shades), "o")
+        look = {"color": colour, "marker": marker, "markersize": 4, "mec": "white", "mew": 0.5}
+        ax.plot(100 * line["active_share"], line["relative"], **look)
+        first = 100 * line["active_share"].iloc[0], line["relative"].iloc[0]
+        below = "TwELL" in name  # at C = 2 it is as large as dense
+        aside = {"color": "0.2", "va": "top" if below else "bottom"} | base.HALO
+        base.note(ax, name, first, (-2, -3 if below else 3), **aside)
     ax.set(xscale="log", yscale="log")
     ax.set(xlabel="active neurons (% of all)", ylabel="bytes (ratio to dense bf16)")
     base.plain(ax.xaxis, ax.yaxis)
-    base.legend(figure, "lower center", ncols=2)
     dense = table[table["format"] == "Dense"].iloc[0]
     neurons = round(dense["active"] / dense["active_share"])
     shape = f"{dense['nbytes'] / 2 / neurons:,.0f} x {neurons:,}"

@@ -4,11 +4,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from study import analysis
 from study.plots import base
-from study.plots.speed import DENSE_FP8, SPARSE_FP8
 from twell.measure import providers
 
 AUTO = providers.AUTO_COMPILED.name
@@ -34,39 +32,44 @@ def _model(table: pd.DataFrame) -> str:
     return f"{base.model_name(model)}, {layers} layers, {device}; {_ACTIVITY[profile]}"
 
 
-def _title(figure: Figure, table: pd.DataFrame, rest: str) -> None:
-    figure.conditions = f"{_model(table)}; {rest}"
+def fig04_levels(forward: pd.DataFrame, steps: pd.DataFrame) -> Figure:
+    """Draw a model's gain by level of activity, forward and in training (Figs 4, 5).
 
-
-def fig04_levels(table: pd.DataFrame) -> Figure:
-    """Draw a model's gain in forward speed and energy at each level of activity (Fig. 4).
-
-    table: `analysis.model_speedups` of one model, batch and device.
+    forward, steps: `analysis.model_speedups` and `analysis.step_speedups` of one model and device.
     """
-    batch, context = table[["batch", "context"]].iloc[0]
-    labels = "forward tokens/s (% over dense)", "energy saved (% of dense)"
-    return _gains(table, "energy_change", labels, f"forward, {batch} x {context:,} tokens")
+    figure, axes = base.subplots(base.PAGE, 4.4, 2, 2)
+    batch, context = forward[["batch", "context"]].iloc[0]
+    micro, length = steps[["micro_batch", "context"]].iloc[0]
+    sizes = f"forward {batch} x {context:,} tokens, steps of {micro} x {length:,}"
+    figure.conditions = f"{_model(forward)}; {sizes}"
+    labels = "forward, tokens/s", "forward, energy", "training, tokens/s", "training, peak memory"
+    _gains(axes[0], analysis.level_gains(forward, "energy_change"))
+    _gains(axes[1], analysis.level_gains(steps, "peak_change"))
+    for ax, label in zip(axes.flat, labels, strict=True):
+        ax.set_title(label, loc="left")
+    for left, right in axes:
+        left.set_ylabel("% faster than dense")
+        right.set_ylabel("% saved over dense")
+    for ax in axes[1]:
+        ax.set_xlabel("active neurons per token")
+    base.legend(figure, "lower center", ncols=2, handlelength=1)
+    base.caption(
+        figure,
+        _IMPOSED,
+        _PICKS,
+        base.measured().replace("point", "bar").replace("; bars", "; error bars"),
+        "Energy and memory of each side were read once.",
+        "Where auto runs the sparse kernels, its distance from sparse is noise.",
+    )
+    return figure
 
 
-def fig05_levels(table: pd.DataFrame) -> Figure:
-    """Draw a model's gain in training speed and peak memory at each level of activity (Fig. 5).
-
-    table: `analysis.step_speedups` of one model, micro-batch and device.
-    """
-    batch, context = table[["micro_batch", "context"]].iloc[0]
-    labels = "training tokens/s (% over dense)", "peak memory saved (% of dense)"
-    return _gains(table, "peak_change", labels, f"steps of {batch} x {context:,} tokens")
-
-
-def _gains(table: pd.DataFrame, by: str, labels: tuple[str, str], title: str) -> Figure:
+def _gains(axes: np.ndarray, gains: pd.DataFrame) -> None:
     """Draw two panels, faster and saved in % of dense, by level: bars sparse, marks auto."""
-    figure, axes = base.subplots(base.PAGE, 2.5, 1, 2, sharey=True)
-    _title(figure, table, title)
-    gains = analysis.level_gains(table, by)
     levels = list(dict.fromkeys(gains["active"]))
     gains = gains.assign(x=gains["active"].map(levels.index))
     auto, sparse = gains[gains["provider"] == AUTO], gains[gains["provider"] != AUTO]
-    for ax, column, label in zip(axes.flat, ("faster", "saved"), labels, strict=True):
+    for ax, column in zip(axes, ("faster", "saved"), strict=True):
         ax.bar(sparse["x"], sparse[column], 0.6, color=base.SPARSE, label="sparse")
         if auto[column].notna().any():
             ax.plot(auto["x"], auto[column], linestyle="", label="auto", **_MARK)
@@ -76,26 +79,12 @@ def _gains(table: pd.DataFrame, by: str, labels: tuple[str, str], title: str) ->
                 ax, sparse["x"], sparse[column], *sparse[ends].T.to_numpy(), "black", zorder=4
             )
         _gain_notes(ax, sparse, auto, column, ends)
-        ax.axhline(0, color="black", linewidth=0.8)
+        ax.axhline(0, color=base.DENSE, linewidth=1.2)
         ax.grid(False, axis="x")
-        ticks = [f"{active:.2g}" if active < 100 else f"{active:.0f}" for active in levels]
-        ax.set_xticks(range(len(levels)), ticks)
-        aside = max(0.6, 1.6 - len(levels) / 2)  # no bar is a wall
+        ax.set_xticks(range(len(levels)), [f"{active:.0f}" for active in levels])
+        aside = max(0.6, 1.6 - len(levels) / 4)  # no bar is a wall
         ax.set_xlim(-aside, len(levels) - 1 + aside)
-        ax.margins(y=0.18)
-        ax.yaxis.set_tick_params(labelleft=True)
-        ax.set(xlabel="active neurons per token", ylabel=label)
-    if len(auto):
-        base.legend(figure, "lower center", ncols=2, handlelength=1)
-    base.caption(
-        figure,
-        _IMPOSED,
-        _PICKS if len(auto) else "Sparse: the union path in every layer.",
-        base.measured().replace("point", "bar").replace("; bars", "; error bars"),
-        f"The {by.split('_')[0].replace('peak', 'memory')} of each side was read once.",
-        "Where auto runs the sparse kernels, its distance from sparse is noise." * (len(auto) > 0),
-    )
-    return figure
+        ax.margins(y=0.2)
 
 
 def _gain_notes(
@@ -107,7 +96,8 @@ def _gain_notes(
         value, heights = row[column], [row[column], *(row[end] for end in ends)]
         heights.append(others.get(row["active"], np.nan))
         far, offset, va = (np.nanmin, -4, "top") if value < 0 else (np.nanmax, 4, "bottom")
-        base.note(ax, base.change(value), (row["x"], far(heights)), (0, offset), ha="center", va=va)
+        place, look = (row["x"], far(heights)), {"ha": "center", "va": va}
+        base.note(ax, base.change(value)[:-1], place, (0, offset), **look)
 
 
 def fig06_contributions(table: pd.DataFrame) -> Figure:
@@ -132,7 +122,7 @@ def fig06_contributions(table: pd.DataFrame) -> Figure:
     bottom.axhline(0, color="black", linewidth=0.8)
     bottom.set(xlabel="layer", ylabel="time saved over the\ndense layer (ms)")
     bottom.margins(y=0.3)
-    bottom.set_xticks(layer[:: max(1, len(table) // 10)])
+    bottom.set_xticks(layer[:: max(1, len(table) // 6)])
     for ax in (top, bottom):
         ax.grid(False, axis="x")
         ax.legend(loc="upper right", ncols=2, handlelength=1, columnspacing=1, borderaxespad=0.2)
@@ -164,7 +154,7 @@ def paired_tasks(pairs: pd.DataFrame, about: str = "") -> Figure:
     pairs = pairs[pairs["task"].isin(_TASKS)].iloc[::-1]
     places, middle = np.arange(len(pairs)), pairs["difference"]
     counts = [base.number_range(pairs[side]) for side in ("dense_runs", "runs")]
-    figure, ax = base.panel(1.4 * base.COLUMN, 0.9 + 0.3 * len(pairs))
+    figure, ax = base.panel(base.PAGE, 0.8 + 0.36 * len(pairs))
     ax.errorbar(middle, places, xerr=pairs["limit"], fmt="none", ecolor=base.SPARSE, elinewidth=1)
     ends = [middle - pairs["low"], pairs["high"] - middle]
     ax.errorbar(middle, places, xerr=ends, fmt="o", color=base.SPARSE, elinewidth=3.5, markersize=4)
@@ -190,7 +180,7 @@ def table1_scale(table: pd.DataFrame) -> Figure:
     table: `analysis.scale_table`. A star marks what the paper did not measure alike.
     """
     quantities = dict(list(table.groupby("quantity", sort=False)))
-    size = base.PAGE, 0.8 + 1.2 * len(quantities)
+    size = base.PAGE, 0.8 + 1.1 * len(quantities)
     figure, axes = base.subplots(*size, len(quantities), 2, sharey="row")
     for (quantity, rows), pair in zip(quantities.items(), axes, strict=True):
         for ax, side in zip(pair, ("paper_", ""), strict=True):
@@ -199,16 +189,16 @@ def table1_scale(table: pd.DataFrame) -> Figure:
     for ax, side in zip(axes[-1], ("paper_", ""), strict=True):
         ax.set_xticks(range(table["model"].nunique()), _scale_ticks(table, side))
     devices = "; ".join(dict.fromkeys(device for device in table["device"] if device))
+    for ax in axes[-1]:
+        ax.set_xlabel("model, and its active neurons")
     axes[0, 0].set_title(f"paper, {table['paper_device'].iloc[0]}", loc="left")
     axes[0, 1].set_title(f"ours, {devices}", loc="left")
     base.legend(figure, "lower center", base.named(axes[0, 1]), ncols=2, handlelength=1)
     notes = [note for note in dict.fromkeys(table["paper_note"]) if note]
     base.caption(
         figure,
-        "Numbers above bars: change of sparse over dense, of ours with the range that p20 and p80",
-        "of the timed calls of both sides allow; one measurement a bar. The paper gives no spread.",
+        "Numbers above bars: change of sparse over dense; one measurement a bar.",
         "The GPUs differ, so compare changes, not heights.",
-        "Active: neurons per token and layer.",
         f"Ours: {_IMPOSED[0].lower()}{_IMPOSED[1:]}",
         f"* {'; '.join(notes).split(';')[0]}.",
     )
@@ -221,13 +211,11 @@ def _scale_bars(ax: Axes, rows: pd.DataFrame, side: str) -> None:
     ax.bar(rows.index - 0.2, dense, 0.38, color=base.DENSE, label="dense")
     ax.bar(rows.index + 0.2, sparse, 0.38, color=base.SPARSE, label="sparse")
     for row in rows[rows[f"{side}change"].notna()].itertuples():
-        text = base.change(getattr(row, f"{side}change"), 1)
+        text = base.change(getattr(row, f"{side}change"))
         if side and row.paper_note:
             text += " *"
-        if not side and np.isfinite(row.low):
-            text += f"\n({base.change(row.low)[:-1]} to {base.change(row.high)[:-1]})"
         top = max(dense[row.Index], sparse[row.Index])
-        base.note(ax, text, (row.Index, top), (0, 3), ha="center", linespacing=1.0)
+        base.note(ax, text, (row.Index, top), (0, 2), ha="center")
     ax.set_xticks(range(len(rows)), [""] * len(rows))
     ax.set_xlim(-0.6, len(rows) - 0.4)
     ax.margins(y=0.3)
@@ -239,84 +227,43 @@ def _scale_ticks(table: pd.DataFrame, side: str) -> list[str]:
     ticks = []
     for model, rows in table.groupby("model", sort=False):
         active = sorted({f"{value:.0f}" for value in rows[f"{side}active"].dropna()})
-        ticks.append(f"{model}\n{' or '.join(active)} active" if active else f"{model}\n")
+        ticks.append(f"{model}\n{' or '.join(active)}")
     return ticks
 
 
 def model_parts(table: pd.DataFrame) -> Figure:
-    """Draw the time of a decoder layer's parts, and the least that Amdahl's law leaves.
+    """Draw the time of the parts of one decoder layer, dense and sparse.
 
     table: `analysis.layer_parts` of forward passes of one model, batch and device.
     """
     columns = list(table.columns)
-    parts = columns[columns.index("provider") + 1 : columns.index("total")]
-    order = table["provider"].map(list(SIDES).index)
-    table = table.loc[order.sort_values().index].reset_index(drop=True)
-    y, first = np.arange(len(table)), table.iloc[0]
-    figure, ax = base.panel(base.PAGE, 1.4 + 0.27 * len(table) + 0.1)
-    drawn = _stack(ax, y, table, parts)
-    for row in table.itertuples():
-        gain = f", {base.change(100 * (row.speedup - 1))}" if row.speedup != 1 else ""
-        text = f"{row.total:.{max(0, 2 - int(np.log10(row.total)))}f} ms{gain}"
-        look = {"va": "center", "fontsize": 7} | base.HALO
-        base.note(ax, text, (row.total, row.Index), (4, 0), **look)
-    dense = table.loc[table["provider"] == analysis.BASELINE, "total"].iloc[0]
-    least, line = dense / first["limit"], {"color": "black", "linestyle": ":", "linewidth": 1.2}
-    ax.plot([least] * 2, [y.min() - 0.62, y.max() + 0.48], zorder=4, **line)
-    limit = f"limit {base.change(100 * (first['limit'] - 1))}"
-    base.note(ax, limit, (least, y.min() - 0.6), (2, 0), ha="left", va="center")
-    base.row_names(ax, y, [SIDES[name][1] for name in table["provider"]])
-    ax.set_ylim(y.max() + 0.5, -0.8)
-    ax.set_xlim(0, 1.18 * table["total"].max())
-    ax.set_xlabel("time of one decoder layer (ms)")
+    parts = [*columns[columns.index("provider") + 1 : columns.index("total")], "total"]
+    parts = [part for part in parts if table[part].any()]
+    y, sides = np.arange(len(parts)), [side for side in SIDES if side in set(table["provider"])]
+    figure, ax = base.panel(base.COLUMN, 0.7 + 0.36 * len(parts))
+    for number, side in enumerate(sides):
+        (row,) = table[table["provider"] == side].to_dict("records")
+        places, (colour, name) = y + 0.8 * (number + 0.5) / len(sides) - 0.4, SIDES[side]
+        times = [row[part] for part in parts]
+        ax.barh(places, times, 0.8 / len(sides), color=colour)
+        for place, part, time in zip(places, parts, times, strict=True):
+            gain = f" {name}" if part == "total" else ""
+            gain += f", {base.change(100 * (row['speedup'] - 1))}" if gain and number else ""
+            base.note(ax, f"{time:.1f}{gain}", (time, place), (3, -0.5), va="center")
+    base.row_names(ax, y, parts)
+    ax.set_xlim(0, 1.9 * table["total"].max())
+    ax.set_xlabel("time (ms)")
+    first = table.iloc[0]
     size = f"{first['batch']:.0f} x {first['context']:,.0f} tokens, {first['active']:.3g} active"
-    _title(figure, table, f"forward, {size}")
-    drawn["limit: up and down cost nothing"] = base.key(**line)
-    base.legend(figure, "lower center", drawn, ncols=4, handlelength=1.4, columnspacing=1.2)
+    figure.conditions = f"{_model(table)}; forward, {size}"
+    limit = f"{100 * (first['limit'] - 1):.0f}%"
     base.caption(
         figure,
-        "Percentages are changes of speed of this layer over dense.",
+        f"Without any time for up and down the layer would gain {limit} over dense.",
         _IMPOSED,
         "One measurement: the median time of the layer, split by a profile of its kernels.",
     )
     return figure
-
-
-def _stack(ax: Axes, y: np.ndarray, table: pd.DataFrame, parts: list) -> dict[str, Rectangle]:
-    """Draw parts end to end, each with as many digits as it has room for; return the first bars."""
-    looks = [{"color": shade} for shade in ("0.35", "0.55", "0.8", base.GATE, base.UP)]
-    looks.append({"facecolor": "white", "edgecolor": "0.6", "hatch": "/////", "linewidth": 0})
-    left, drawn = np.zeros(len(table)), {}
-    for part, look in zip(parts, looks, strict=False):
-        if not table[part].any():
-            continue
-        drawn[part] = ax.barh(y, table[part], 0.8, left=left, **look)[0]
-        text_look = {"ha": "center", "va": "center", "fontsize": 6.5, "zorder": 5}
-        text_look["color"] = "white" if look.get("color") in ("0.35", "0.55") else "black"
-        # Digits stand on the line of the limit.
-        ground = {"facecolor": look.get("color", "white"), "edgecolor": "none", "pad": 0.6}
-        for place, value, start in zip(y, table[part], left, strict=True):
-            texts = (f"{value:.{digits}g}" for digits in (3, 2, 1))
-            room = value / (0.0125 * table["total"].max())  # characters
-            if text := next((text for text in texts if len(text) < room), None):
-                ax.text(start + value / 2, place, text, bbox=ground, **text_look)
-        left += table[part].to_numpy()
-    return drawn
-
-
-def _decode_lines(table: pd.DataFrame) -> dict[str, tuple[pd.DataFrame, str | tuple, dict, int]]:
-    """Return by name the rows of a line, its colour and look, and how high its notes are."""
-    sides, tuned = analysis.fastest(table[~table["tuned"]]), table[table["tuned"]]
-    tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name]
-    hollow = {"markersize": 4, "markerfacecolor": "white", "linestyle": "--"}
-    square = {"marker": "s", "markersize": 5, "markerfacecolor": "white", "linestyle": ""}
-    looks = {
-        "sparse": (base.SPARSE, {"marker": "o", "markersize": 4}, -6),
-        SPARSE_FP8: (base.SPARSE, hollow | {"marker": "o"}, 6),
-        DENSE_FP8: ("black", hollow | {"marker": "v"}, 0),
-    }
-    lines = {side: (sides[sides["side"] == side], *look) for side, look in looks.items()}
-    return lines | {"sparse, the compiler tunes both sides": (tuned, base.SPARSE, square, -1)}
 
 
 def model_decode(table: pd.DataFrame) -> Figure:
@@ -325,72 +272,63 @@ def model_decode(table: pd.DataFrame) -> Figure:
     table: `analysis.decode_speedups` of one model, context and device.
     """
     batches = sorted(table["batch"].unique())
-    table = table.assign(x=table["batch"].map(batches.index), gain=100 * (table["speedup"] - 1))
-    for end in ("low", "high"):
-        table[end] = 100 * (table[f"speedup_{end}"] - 1)
-    table = table.sort_values("x")
-    figure, ax = base.panel(base.PAGE, 3.2)
-    context = table["context"].iloc[0]
-    _title(figure, table, f"decoding behind {context} tokens, in CUDA graphs")
-    for name, (rows, colour, look, height) in _decode_lines(table).items():
-        if len(rows):
-            ax.plot(rows["x"], rows["gain"], color=colour, label=name, **look)
-            base.bars(ax, rows["x"], rows["gain"], rows["low"], rows["high"], colour)
-        for row in rows.itertuples() if name != DENSE_FP8 else ():
-            aside = {"ha": "right"} if height < 0 else {}  # notes of FP8 are on the other side
-            look = {"va": "center", "fontsize": 7} | base.HALO | aside
-            place = (row.x, row.gain), (-9 if aside else 9, height)
-            base.note(ax, base.change(row.gain), *place, **look)
+    ends = {"gain": "speedup", "low": "speedup_low", "high": "speedup_high"}
+    gains = {name: 100 * (table[column] - 1) for name, column in ends.items()}
+    table = table.assign(x=table["batch"].map(batches.index), **gains).sort_values("x")
+    sides, tuned = analysis.fastest(table[~table["tuned"]]), table[table["tuned"]]
     auto = table[(table["provider"] == AUTO) & ~table["tuned"]]
-    ring = {"color": base.AUTO, "linestyle": "", "marker": "D", "markersize": 9, "mfc": "none"}
-    ax.plot(auto["x"], auto["gain"], label="auto", **ring)
-    dense = table[(table["provider"] == analysis.BASELINE) & ~table["tuned"]].set_index("batch")
-    ax.axhline(0, color="black", linewidth=0.8)
-    ticks = [
-        f"{row.Index}\n{row.active:.0f} active\n{row.tokens_per_second:,.0f}"
-        for row in dense.itertuples()
-    ]
-    ax.set_xticks(range(len(batches)), ticks)
-    ax.margins(0.12, 0.25)
-    below = "documents continued at once; active neurons; tokens/s of dense"
-    ax.set(xlabel=below, ylabel="tokens/s (% over dense)")
-    base.legend(figure, "lower center", ncols=3)
-    of_all = auto.loc[auto["path"].str.fullmatch(r"dense \d+"), "batch"]
-    densely = f"With {' and '.join(map(str, of_all))} documents it computes all layers densely."
+    fp8 = {"marker": "o", "mfc": "white", "linestyle": "--"}
+    lines = {
+        "sparse FP8": (sides[sides["side"] == "sparse FP8"], base.in_fp8(base.SPARSE), fp8),
+        "sparse": (sides[sides["side"] == "sparse"], base.SPARSE, {"marker": "o"}),
+        "dense FP8": (sides[sides["side"] == "dense FP8"], base.in_fp8(base.DENSE), fp8),
+        "sparse, tuned": (
+            tuned[tuned["provider"] == providers.TRITON_COMPILED.name],
+            base.SPARSE,
+            {"marker": "s", "mfc": "white", "linestyle": ""},
+        ),
+        "auto": (auto, base.AUTO, _MARK | {"linestyle": ""}),
+    }
+    figure, ax = base.panel(base.COLUMN, 2.8)
+    context = table["context"].iloc[0]
+    figure.conditions = f"{_model(table)}; decoding behind {context} tokens, in CUDA graphs"
+    for name, (rows, colour, look) in lines.items():
+        if len(rows):
+            ax.plot(rows["x"], rows["gain"], **{"color": colour, "markersize": 5} | look)
+            base.bars(ax, rows["x"], rows["gain"], rows["low"], rows["high"], colour)
+            last = rows.iloc[-1]
+            offset, look = (7, -18 if len(rows) == 1 else 0), {"va": "center", "color": colour}
+            base.note(ax, name, (last["x"], last["gain"]), offset, **look | base.HALO)
+    ax.axhline(0, color=base.DENSE, linewidth=1.2)
+    ax.set_xticks(range(len(batches)), batches)
+    ax.set_xlim(-0.3, len(batches) + 0.3)  # for the names
+    ax.set(xlabel="documents continued at once", ylabel="tokens/s (% over dense)")
+    low, high = table["active"].min(), table["active"].max()
     base.caption(
         figure,
         _IMPOSED,
+        f"{low:.0f} to {high:.0f} neurons are active. Tuned: the compiler tunes both sides.",
         _PICKS,
-        densely if len(of_all) else "",
         "FP8: of the feed-forward layers; all else is in bf16.",
         base.measured("replays"),
     )
     return figure
 
 
-_KERNELS = {  # kernels of the union path -> label and colour; lists take 0.1 ms: part of "up"
-    ("gate_bits_kernel", "gate_hopper_kernel"): ("gate (all)", base.GATE),
-    ("lists_kernel", "up_kernel"): ("up (active)", base.UP),
-    ("down_kernel",): ("down (active)", base.DOWN),
-}
-
-
 def overview(
     activity: pd.DataFrame,
     neurons: int,
-    kernels: pd.DataFrame,
     layers: pd.DataFrame,
     scale: pd.DataFrame,
 ) -> Figure:
     """Draw three panels: which neurons fire, the time of one layer, and the gain of whole models.
 
-    activity: `analysis.firing` of a layer with so many neurons. kernels: rows of kernels.csv of one
-    case. layers: `analysis.fastest` of the same case, whose times are drawn; kernels say how that
-    of the sparse layer is shared. scale: `analysis.scale_table`.
+    activity: `analysis.firing` of a layer with so many neurons. layers: `analysis.fastest` of one
+    case. scale: `analysis.scale_table`.
     """
-    figure, (row,) = base.subplots(base.PAGE, 2.5, 1, 3, width_ratios=(1.25, 0.95, 1.1))
+    figure, (row,) = base.subplots(base.PAGE, 2.6, 1, 3, width_ratios=(1.2, 0.9, 1.1))
     _firing(row[0], activity, neurons)
-    _layer_times(row[1], kernels, layers)
+    _layer_times(row[1], layers)
     _model_gains(row[2], scale)
     for ax in row:
         ax.grid(axis="x", visible=False)
@@ -400,77 +338,57 @@ def overview(
         figure,
         "Left: each mark is an active neuron of one layer of a trained model.",
         f"Middle: one gated layer, {size}, bf16 or FP8, {case['tokens']:,} tokens,",
-        f"{case['active']:.0f} active neurons per token, {case['device']}; one measurement, and a",
-        "profile that splits sparse. All: computed for all neurons; active: for active ones only.",
+        f"{case['active']:.0f} active neurons per token, {case['device']}; one measurement.",
         "Dense FP8 is the fastest of several.",
-        "Right: models with random weights whose gate fires as often as the paper reports; one",
-        "measurement each, with bars from p20 to p80 of the timed calls of both sides.",
+        f"Right: ours on {case['device']}, the paper's on {scale['paper_device'].iloc[0]}; random",
+        "weights whose gate fires as often as the paper reports, one measurement each. Bars span p20",
+        "to p80 of the timed calls of both sides.",
     )
     return figure
 
 
 def _firing(ax: Axes, activity: pd.DataFrame, neurons: int) -> None:
     words = activity.drop_duplicates("place").set_index("place")["token"]
-    mark = {"color": base.SPARSE, "markersize": 4, "markeredgewidth": 0.8}
+    mark = {"color": base.SPARSE, "markersize": 5, "markeredgewidth": 0.9}
     ax.plot(activity["neuron"], activity["place"], "|", **mark)
-    ax.set_yticks(words.index, [word.strip() for word in words], fontsize=6.5)
+    ax.set_yticks(words.index, [word.strip() for word in words], fontsize=base.SMALL)
     ax.invert_yaxis()
     share = 100 * len(activity) / (len(words) * neurons)
     ax.set(xlabel=f"neuron (of {neurons:,})", xlim=(0, neurons))
-    ax.set_title(f"Few neurons fire for a token ({share:.1f}%)", fontsize=8)
+    ax.set_title(f"{share:.1f}% of neurons fire", loc="left")
     ax.tick_params(axis="y", length=0)
 
 
-def _layer_times(ax: Axes, kernels: pd.DataFrame, layers: pd.DataFrame) -> None:
-    """Draw times of the sides; bf16 sparse by its kernels."""
+def _layer_times(ax: Axes, layers: pd.DataFrame) -> None:
+    """Draw the times of the sides of a layer."""
     times = layers.set_index("side")["p50"]
     drawn = [side for side in ("dense", "sparse", "dense FP8", "sparse FP8") if side in times]
-    parts = kernels[kernels["provider"] == providers.UNION.name].set_index("kernel")["ms"]
-    parts.index = parts.index.str.removeprefix("union_")  # older rows have none
-    bottom = 0.0
     for place, side in enumerate(drawn):
-        if side != "sparse":
-            colour = base.SPARSE if side.startswith("sparse") else base.DENSE
-            ax.bar(place, times[side], 0.62, color=colour)
-            continue
-        for names, (label, colour) in _KERNELS.items():
-            height = times[side] * parts[parts.index.isin(names)].sum() / parts.sum()
-            ax.bar(place, height, 0.62, bottom=bottom, color=colour, label=label)
-            bottom += height
-    for place, side in enumerate(drawn):
-        base.note(ax, f"{times[side]:.1f}", (place, times[side]), (0, 2), ha="center", fontsize=7)
-    ax.set_xticks(range(len(drawn)), [side.replace(" ", "\n") for side in drawn])
-    ax.set(ylabel="time of one layer (ms)", ylim=(0, 1.15 * times["dense"]))
-    handles, names = ax.get_legend_handles_labels()
-    look = {"fontsize": 6, "loc": "upper right", "borderaxespad": 0.1, "handlelength": 1}
-    ax.legend(handles[::-1], names[::-1], title="sparse", title_fontsize=6, **look)
-    ax.set_title("Our kernels skip the rest", fontsize=8)
+        colour = base.SPARSE if side.startswith("sparse") else base.DENSE
+        colour = base.in_fp8(colour) if side.endswith("FP8") else colour
+        ax.bar(place, times[side], 0.7, color=colour)
+        base.note(ax, f"{times[side]:.1f}", (place, times[side]), (0, 2), ha="center")
+    ax.set_xticks(range(len(drawn)), [side.replace(" ", "\n") for side in drawn], rotation=90)
+    ax.set(ylabel="time (ms)", ylim=(0, 1.15 * times["dense"]))
+    ax.set_title("One layer", loc="left")
 
 
 def _model_gains(ax: Axes, scale: pd.DataFrame) -> None:
     """Draw gains of models: colours say who measured, marks say what."""
-    kinds = {"forward": ("forward pass", "-", True), "training": ("training step", "--", False)}
     models = list(dict.fromkeys(scale["model"]))
-    devices = [scale[column].iloc[0] for column in ("device", "paper_device")]
-    ours, paper = (device.removeprefix("NVIDIA ").split()[0] for device in devices)
-    sides = {
-        "change": (f"ours, {ours}", base.OURS, "o"),
-        "paper_change": (f"paper, {paper}", base.PAPER, "s"),
-    }
-    handles, x = [], range(len(models))
-    for column, (whose, colour, marker) in sides.items():
-        for quantity, (kind, dashes, filled) in kinds.items():
-            rows = scale[scale["quantity"] == f"{quantity} speed"].set_index("model").loc[models]
+    x = range(len(models))
+    for column, colour, marker in (("change", base.OURS, "o"), ("paper_change", base.PAPER, "s")):
+        whose = "ours" if column == "change" else "paper"
+        for kind, dashes, filled in (("forward", "-", True), ("training", "--", False)):
+            rows = scale[scale["quantity"] == f"{kind} speed"].set_index("model").loc[models]
             look = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}
             look |= {"linewidth": 1, "mfc": colour if filled else "white"}
-            ax.plot(x, rows[column], **look)
+            ax.plot(x, rows[column], label=f"{whose}, {kind}", **look)
             if column == "change":
                 base.bars(ax, x, rows[column], rows["low"], rows["high"], colour)
-            handles.append(base.key(label=f"{whose}: {kind}", **look))
-    ax.axhline(0, color="black", linewidth=0.8)
+    ax.axhline(0, color=base.DENSE, linewidth=1.2)
     ax.set_xticks(x, models)
     ax.set(xlabel="model", ylabel="tokens/s (% over dense)")
-    top = scale[["change", "paper_change"]].max(axis=None)
-    ax.set_ylim(top=2 * top)  # room for the legend
-    ax.set_title("Whole models are faster", fontsize=8)
-    ax.legend(handles=handles, loc="upper left", fontsize=6, borderaxespad=0.1, handlelength=2.6)
+    ax.set_ylim(top=1.9 * scale[["change", "paper_change"]].max(axis=None))  # for the legend
+    ax.set_title("Whole models", loc="left")
+    ax.legend(loc="upper left", fontsize=base.SMALL, borderaxespad=0.1, handlelength=2.2)

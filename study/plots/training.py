@@ -1,8 +1,8 @@
 """Figures of training: sweeps (Figs 2, 3, 9), remedies (Fig. 8), sizes, tokens, races, students."""
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
+import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -43,32 +43,35 @@ def _of_training(ax: Axes) -> None:
     ax.xaxis.set_major_locator(MaxNLocator(6))
 
 
-def _name_levels(figure: Figure, curves: pd.DataFrame) -> None:
-    """Name the colours of the levels of L1 at the right of the panels."""
-    colours = base.level_colours(curves["l1_coefficient"])
-    lines = {analysis.level_name(l1): base.key(colour) for l1, colour in colours.items()}
-    base.legend(figure, "right center", lines, title="L1")
+def fig02_training_curves(curves: dict[str, pd.DataFrame], window: int, about: str = "") -> Figure:
+    """Draw cross-entropy over training for each L1, and active and dead neurons (Figs 2, 9).
 
-
-def fig02_training_curves(curves: pd.DataFrame, about: str = "") -> Figure:
-    """Draw cross-entropy over training for each L1, and its difference from the lowest L1.
-
-    curves: `analysis.training_curves` of cross_entropy; smoothed over 5% of the points.
+    curves: `analysis.training_curves` of cross_entropy, active_mean and dead_fraction; the first is
+    smoothed over 5% of the points. window: for how many tokens a dead neuron was silent.
     """
-    figure, ((left, right),) = base.subplots(base.PAGE, 2.7, 1, 2)
-    window = max(1, curves.groupby("run").size().max() // 20)
-    lowest = curves["l1_coefficient"].min()
-    first = curves[curves["l1_coefficient"] == lowest]
+    figure, axes = base.subplots(base.PAGE, 4.2, 2, 2)
+    loss, active, dead = curves.values()
+    smooth = max(1, loss.groupby("run").size().max() // 20)
+    lowest = loss["l1_coefficient"].min()
+    first = loss[loss["l1_coefficient"] == lowest]
     first = first[first["run"] == first["run"].iloc[0]].sort_values("tokens")
-    there = np.interp(curves["tokens"], first["tokens"], first["value"])
-    over = curves.assign(value=curves["value"] - there)
-    for ax, lines in ((left, curves), (right, over)):
-        _level_lines(ax, lines, window)
-    _name_levels(figure, curves)
-    left.set_ylabel("training cross-entropy (nats)")
-    right.set_ylabel(f"cross-entropy minus L1 = {analysis.level_name(lowest)} (nats)")
-    means = "Running means over 5% of a run."
-    base.caption(figure, base.sentence(about), _runs_a_level(curves), means)
+    over = loss["value"] - np.interp(loss["tokens"], first["tokens"], first["value"])
+    _level_lines(axes[0, 0], loss, smooth)
+    _level_lines(axes[0, 1], loss.assign(value=over), smooth)
+    _level_lines(axes[1, 0], active.assign(value=active["value"].clip(lower=base.ACTIVE_FLOOR)))
+    if len(dead):
+        _level_lines(axes[1, 1], dead.assign(value=100 * dead["value"]))
+    _over_training(*axes[1], dead)
+    axes[0, 0].set_ylabel("cross-entropy (nats)")
+    axes[0, 1].set_ylabel(f"minus that of L1 = {analysis.level_name(lowest)}")
+    for ax in axes[0]:
+        ax.set_xlabel("")
+    colours = base.level_colours(loss["l1_coefficient"])
+    keys = {f"L1 = {analysis.level_name(l1)}": base.key(colour) for l1, colour in colours.items()}
+    base.legend(figure, "lower center", keys, ncols=3)
+    silent = f"A dead neuron was silent for {window:,} tokens."
+    smoothed = "Cross-entropy is on the training text, as running means over 5% of a run."
+    base.caption(figure, base.sentence(about), _runs_a_level(loss), smoothed, silent)
     return figure
 
 
@@ -77,7 +80,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
 
     table: `analysis.sweep`. Each mark is a run, lines join the means of a level.
     """
-    figure, axes = base.subplots(base.COLUMN, 4.0, 2, 1, sharex=True)
+    figure, axes = base.subplots(base.COLUMN, 4.2, 2, 1, sharex=True)
     top, bottom = axes[:, 0]
     levels = sorted(table["l1_coefficient"].unique())
     colours = base.level_colours(levels)
@@ -97,13 +100,13 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
         rises = level - 1 in losses.index and losses[level - 1] < losses[level]
         look = {"ha": "left" if rises else "center"} | _ON_WHITE
         place = (level, lowest[level]), (3 * rises, -12)
-        base.note(top, base.change(price, 1), *place, **look)
+        base.note(top, base.change(price, 1)[:-1], *place, **look)
     for level, active in means["active"].items():
         place = level, max(active, base.ACTIVE_FLOOR)
         base.note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
     top.set_ylabel("cross-entropy (nats)")
     bottom.set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
-    bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], fontsize=6.5)
+    bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], rotation=45)
     base.plain(bottom.yaxis)
     shown = [mark for status, mark in _STATUSES.items() if status in set(table["status"])]
     if len(shown) > 1:
@@ -111,7 +114,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
         keys = {name: base.key("0.55", marker=marker, **look) for marker, name in shown}
         base.legend(figure, "upper center", keys, ncols=3, columnspacing=1, handletextpad=0)
     runs = f"Each mark is a run, {_number(table.groupby('level').size())} a level"
-    change = "The percentages are changes of cross-entropy from L1 = 0."
+    change = "Numbers above: the change of cross-entropy from L1 = 0, in %."
     joined = f"{runs}; the line joins means of a level."
     base.caption(figure, base.sentence(about), joined, change)
     return figure
@@ -130,31 +133,10 @@ def _over_training(left: Axes, right: Axes, dead: pd.DataFrame) -> None:
         right.text(0.5, 0.5, "no window was filled", ha="center", transform=right.transAxes)
 
 
-def fig09_activity_over_training(
-    active: pd.DataFrame, dead: pd.DataFrame, window_tokens: int, about: str = ""
-) -> Figure:
-    """Draw active neurons and the dead fraction over training for each L1 level.
-
-    active, dead: `analysis.training_curves` of active_mean and dead_fraction; window_tokens: for
-    how many tokens a dead neuron was silent.
-    """
-    figure, ((left, right),) = base.subplots(base.PAGE, 2.7, 1, 2)
-    active = active.assign(value=active["value"].clip(lower=base.ACTIVE_FLOOR))
-    dead = dead.assign(value=100 * dead["value"])
-    _level_lines(left, active)
-    if len(dead):
-        _level_lines(right, dead)
-    _over_training(left, right, dead)
-    _name_levels(figure, active)
-    silent = f"A dead neuron was silent for {window_tokens:,} tokens."
-    base.caption(figure, base.sentence(about), _runs_a_level(active), silent)
-    return figure
-
-
 CHOICES = {  # of `analysis.choice`: colour and dash
     "recipe": (base.OURS, "-"),
-    "re-initialisation": (base.GREEN, "--"),
-    "L1 warm-up": (base.PURPLE, "-."),
+    "re-initialisation": (base.PURPLE, "--"),
+    "L1 warm-up": (base.BROWN, "-."),
 }
 
 
@@ -167,7 +149,7 @@ def fig08_remedies(
     window_tokens: for how many tokens a dead neuron was silent.
     """
     (level,) = base.one_case(active, ["l1_coefficient"], "level of L1")
-    figure, (axes,) = base.subplots(base.PAGE, 2.8, 1, 2)
+    figure, (axes,) = base.subplots(base.PAGE, 2.5, 1, 2)
     for ax, curves, unit in zip(axes, (active, dead), (1, 100), strict=True):
         for name, (colour, dash) in CHOICES.items():
             rows = curves[curves["choice"] == name]
@@ -199,46 +181,43 @@ def scale_activity(
     table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
     `analysis.seed_noise` for active_fraction and cross_entropy_change.
     """
-    figure, ((left, right),) = base.subplots(base.PAGE, 2.9, 1, 2, sharex=True)
+    figure, ((left, right),) = base.subplots(base.PAGE, 2.4, 1, 2, sharex=True)
     runs = np.sqrt(1 / table["runs"] + 1 / table["dense_runs"])
     errors = {  # the logarithm of activity scatters
         "share": 100 * table["active_fraction"] * noise["active_fraction"] / np.sqrt(table["runs"]),
         "change": noise["cross_entropy_change"] * runs,
     }
-    sides = ("ours", table, base.OURS, "o"), ("paper", paper, base.PAPER, "s")
-    entries = {}
-    for whose, rows, colour, marker in sides:
+    for whose, rows, colour, marker in (
+        ("ours", table, base.OURS, "o"),
+        ("paper", paper, base.PAPER, "s"),
+    ):
         level = analysis.level_name(rows["l1_coefficient"].iloc[0])
         rows = rows.assign(share=100 * rows["active_fraction"])
         for ax, column in ((left, "share"), (right, "change")):
             known = rows.dropna(subset=column)
             size, height = known["parameters"] / 1e6, known[column]
             look = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1}
-            (line,) = ax.plot(size, height, linestyle=":", **look)
-            widths = rows["intermediate_size"].unique()
-            width = f", {widths[0]:,} neurons a layer" if len(widths) == 1 else ""
-            entries.setdefault(f"{whose}, L1 = {level}{width}", line)
+            ax.plot(size, height, linestyle=":", **look)
             if whose == "ours":
                 bar = errors[column][known.index]
                 ax.errorbar(size, height, bar, fmt="none", ecolor=colour, elinewidth=1)
             if ax is left:
-                for x, y in zip(size, height, strict=True):
-                    base.note(ax, f"{y:.2f}%", (x, y), (4, 4), color=colour)
+                place, look = (size.iloc[0], height.iloc[0]), {"va": "center", "color": colour}
+                base.note(ax, f"{whose}, L1 = {level}", place, (7, 2), **look)
     for ax in (left, right):
         ax.set(xscale="log", xlabel="parameters (millions)")
         ax.margins(0.12)
         base.plain(ax.xaxis)
     left.set(yscale="log", ylabel="active neurons per token (% of all)")
     base.plain(left.yaxis)
-    name = f"{analysis.MAX_PRICE:g}%, the rise that the paper accepts"
-    entries[name] = right.axhline(analysis.MAX_PRICE, **_PRICE)
+    right.axhline(analysis.MAX_PRICE, **_PRICE)
     low, high = right.get_ylim()
     right.set_ylabel("cross-entropy (% over L1 = 0)")
     right.set_ylim(min(low, 0), max(high, 1.15 * analysis.MAX_PRICE))
-    base.legend(figure, "lower center", entries, ncols=2)
-    shares = "The percentages at the left are shares of active neurons."
+    widths = " and ".join(f"{rows['intermediate_size'].iloc[0]:,.0f}" for rows in (table, paper))
+    limit = f"Layers have {widths} neurons. Dashed: the rise that the paper accepts."
     bars = "Bars are ± one standard error by the noise of seeds at one size."
-    base.caption(figure, shares, bars, about)
+    base.caption(figure, limit, bars, about)
     return figure
 
 
@@ -253,7 +232,7 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
     """
     figure, (axes,) = base.subplots(base.PAGE, 2.5, 1, 3)
     sizes = table.sort_values("parameters")["size"].unique()
-    shades = mpl.colormaps["viridis"](np.linspace(0.75, 0.1, len(sizes)))
+    shades = sns.light_palette(base.OURS, len(sizes) + 1)[1:]
     for size, colour in zip(sizes, shades, strict=True):
         rows = table[table["size"] == size].sort_values("tokens")
         look = {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.2}
@@ -276,16 +255,16 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
         ax.axhline(limit, **_PRICE)
     axes[1].axvline(_PAPER_RATIO, **_PRICE)
     axes[0].set(ylabel="cross-entropy (% over L1 = 0)")
-    axes[1].set(xlabel="tokens per parameter in layers", xscale="log")
+    axes[1].set(xlabel="tokens per parameter", xscale="log")
     axes[2].set(ylabel="active neurons (%)", ylim=(0, None))
     for ax in axes[::2]:
-        ax.set(xlabel="training tokens (millions)", xlim=(0, 1.2e-6 * table["tokens"].max()))
+        ax.set(xlabel="tokens (millions)", xlim=(0, 1.2e-6 * table["tokens"].max()))
     base.plain(axes[1].xaxis)
     base.caption(
         figure,
         base.sentence(about),
         f"Dashed: the paper's limit of {limit:g}%, and its {_PAPER_RATIO} tokens a parameter.",
-        "Sizes are parameters in layers. Thin lines are pairs of runs with one seed.",
+        "Parameters are those in layers. Thin lines are pairs of runs with one seed.",
         "Bands, of three pairs, are 95% intervals." if (table["seeds"] > 2).any() else "",
     )
     return figure
@@ -303,8 +282,8 @@ def relufied_frontier(
     means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == analysis.ORIGINAL)]
     means = means.set_index("run")["difference"]
     shares = sorted(set(table["wanted"]) - {0}, reverse=True)
-    places = np.linspace(0.15, 0.85, len(shares)) if len(shares) > 1 else [0.15] * len(shares)
-    colours = {0: "black"} | dict(zip(shares, map(mpl.colormaps["viridis"], places), strict=True))
+    places = map(base.shade, np.linspace(0.1, 1, len(shares)))
+    colours = {0: base.DENSE} | dict(zip(shares, places, strict=True))
     runs = table.set_index("run")
     entries: dict[str, Line2D] = {}
     order = runs["wanted"].where(runs["wanted"] > 0, 1.0).sort_values(ascending=False).index
@@ -324,7 +303,7 @@ def relufied_frontier(
     ax.set(xlabel="KL divergence (nats)", xscale="log", ylabel="accuracy difference (points)")
     base.plain(ax.xaxis)
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8)))
-    base.legend(figure, "right", entries, title="wanted share")
+    base.legend(figure, "right", entries, title="wanted share\nactive")
     base.caption(
         figure,
         base.sentence(about),

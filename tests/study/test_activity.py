@@ -8,6 +8,7 @@ import torch
 from study import analysis
 from tests.factories import SEED
 from tests.factories.analysis import make_trace
+from twell import Aggregate, results
 from twell.sparse.formats import PackedTwELL
 
 
@@ -82,6 +83,16 @@ def test_specific(to):
         assert row.lift == pytest.approx(row.share / here[value].mean())
     assert {*zip(table["layer"], table["neuron"], strict=True)} == expected and len(table) > 50
     assert (table["phi"].diff().dropna() <= 1e-12).all()
+
+
+def test_neurons_of_numbers_are_those_that_the_inspector_finds():
+    counted = Aggregate.load(results.root() / "data/checkpoints/twell-6m/aggregate.npz")
+    table = analysis.tells_apart(counted)
+    assert table[["layer", "neuron"]].to_numpy()[:2].tolist() == [[1, 587], [1, 19]]
+    assert table["phi"].is_monotonic_decreasing and 0.905 < table["phi"][0] < 0.915
+    for one in analysis.examples(counted, 1, 587)[:8]:  # the strongest
+        strong = one.loc[one["value"].abs() > 0.25, "token"]
+        assert len(strong) and strong.str.contains(r"\d").all()
 
 
 def test_surprise_correlates_by_layer_with_an_interval_of_blocks():

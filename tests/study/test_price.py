@@ -57,10 +57,9 @@ def test_prices_and_verdicts_follow_the_plan(monkeypatch):
     }
     monkeypatch.setitem(price.PLAN, "sizes", dict.fromkeys(changes, price.PLAN["sizes"]["12m"]))
     rows = outcomes(changes)
-    table = price.verdicts(rows)
-    assert dict(zip(table["size"], table["verdict"], strict=True)) == {name: name for name in changes}
-    small = dict(zip(table["size"], table["small"], strict=True))
-    assert small == {"rises": True, "flat": True, "cannot be told": False, "falls": False}
+    table = price.verdicts(rows).set_index("size")
+    assert table["verdict"].to_dict() == {name: name for name in changes}
+    assert table["small"].to_dict() == dict(zip(changes, (True, True, False, False), strict=True))
     end = price.prices(rows).query("size == 'falls' and tokens == 221").iloc[0]
     expected = scipy.stats.t.interval(0.95, 2, 2.1433333, scipy.stats.sem([2.0, 2.12, 2.31]))
     assert (end["low"], end["high"]) == pytest.approx(expected)
