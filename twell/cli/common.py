@@ -60,7 +60,7 @@ Form = Annotated[
 ]
 Overwrite = Annotated[bool, option(..., "Replace what is there.", OUTPUT, name="--overwrite")]
 Resume = Annotated[bool, option(..., "Go on from the run's checkpoint.", name="--resume")]
-Statistics = Annotated[Path | None, option(..., "Default: the model's own.", metavar="FILE")]
+Statistics = Annotated[Path | None, option(..., "Statistics; default: its own.", metavar="FILE")]
 
 
 def split_config(size: str, overrides: list[str] | None, default: str) -> dict:

@@ -71,8 +71,8 @@ BENCH = BUILD / "bench"
 
 def ffn(
     backward: bool = option(False, "As in training, with gradients.", name="--backward"),
-    tokens: str | None = option(None, "Default: from 1 to 131072.", parser=separated(int)),
-    active: str = option("29", "Neurons per token.", LAYER, parser=separated(float)),
+    tokens: str | None = option(None, "With commas; default: 1 to 131072.", parser=separated(int)),
+    active: str = option("29", "Active per token.", LAYER, parser=separated(float)),
     patterns: str = option("skewed", "Or even.", LAYER, name="--pattern", parser=separated(str)),
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
@@ -125,7 +125,7 @@ def model(
     ordered: bool = option(False, "Similar tokens together.", INPUT, name="--order-tokens"),
     alike: bool = option(False, "Also random weights, as active.", INPUT, name="--alike"),
     shapes: str = option(
-        "64x2048,16x2048,1x2048", "Or none.", name="--batches", parser=separated(shape)
+        "64x2048,16x2048,1x2048", "Sequences x tokens.", name="--batches", parser=separated(shape)
     ),
     profile: Spread = "paper",
     active: str | None = option(None, ACTIVE, RANDOM, parser=separated(float)),
@@ -182,7 +182,7 @@ def load_checkpoint(name: str, text: str | None, source: str | None) -> tuple:
 
 
 def calibrate(
-    model: str | None = argument("MODEL", "A model, not given sizes.", default=None),
+    model: str | None = argument("MODEL", "A model, for its layers' sizes.", default=None),
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
     gated: Gated = True,
