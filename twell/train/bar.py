@@ -8,7 +8,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-LOGGED = {"CI", "JPY_PARENT_PID"}  # variables of places that keep all that a terminal was sent
+LOGGED = {"CI", "JPY_PARENT_PID", "MAKELEVEL"}  # where terminals are kept whole, or shared
 PERIOD = 0.5  # seconds between two steps that are shown: their losses wait for the GPU
 
 
