@@ -383,7 +383,7 @@ class Run:
         self.write(step, split, values, line)
 
     def describe(self, step: int) -> str:
-        """Return losses, activity and speed of this process since the last row, and the time left."""
+        """Return a line on the steps since the last row: in this process, with the time left."""
         steps, active = (step - 1) % self.config.log_every + 1, 0.0
         losses = dict(zip(self.losses, (self.sums / steps).tolist(), strict=False))
         for ffn in self.model.ffns:
