@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import typer
 from safetensors.torch import load_file
+from tqdm.std import TqdmDefaultWriteLock
 
 from twell import results
 from twell.config import TrainConfig
@@ -31,6 +32,8 @@ SMALL = (
     "batch_tokens=512 tokens=32768 valid_tokens=1024 valid_every=16 log_every=2 checkpoint_every=2 "
     "l1_coefficient=1e-2 l1_warmup_steps=20 reinit=0.1 dead_window_tokens=2048"
 ).split()
+# All forks would share this lock, and one that is killed while it writes a bar would keep it.
+TqdmDefaultWriteLock.mp_lock = None
 FILES = {"config.yaml", "provenance.json", "log.csv", "valid.npy", "model"}
 
 

@@ -39,7 +39,7 @@ def test_importing_is_cheap():
     file = ROOT / "data" / "checkpoints" / "twell-6m" / "aggregate.npz"
     code = f"""if True:
     import sys
-    import twell, twell.config, twell.measure.providers
+    import twell, twell.config, twell.measure.providers, twell.train.bar
     assert "pandas" not in sys.modules
     import twell.cli
     twell.cli.main(["train", "-h"])

@@ -9,8 +9,8 @@ SMALL = """hidden_size=32 intermediate_size=96 num_layers=2 num_heads=2 context=
 class Place:
     """A folder with a finished run and a text, and the arguments of commands there."""
 
-    def __init__(self, folder, run, config, text):
-        self.folder, self.config = folder, config
+    def __init__(self, folder, run, text):
+        self.folder = folder
         self.run = shutil.copytree(run, folder / "run")
         self.text = shutil.copy(text, folder / "text.jsonl")
 
@@ -28,5 +28,5 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path, tiny_run, tiny_config, tiny_text):
-    return Place(tmp_path, tiny_run, tiny_config, tiny_text)
+def place(tmp_path, tiny_run, tiny_text):
+    return Place(tmp_path, tiny_run, tiny_text)

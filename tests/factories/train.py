@@ -160,14 +160,14 @@ def sharded(**options):
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     return accelerator
 
-def run(self, train_run=Run.train):
+def run(self, bar, train_run=Run.train):
     weight = self.model.ffns[0].gate_proj.weight
     assert self.accelerator.num_processes == 2
     assert not fsdp or weight.to_local().shape[0] * 2 == weight.shape[0]
     layers = [type(m) for m in self.model.modules() if "DecoderLayer" in type(m).__name__]
     assert len(layers) >= 2 and all(issubclass(layer, FSDPModule) == fsdp for layer in layers)
     assert fsdp or (self.wrapped.gradient_as_bucket_view and not self.wrapped.broadcast_buffers)
-    return train_run(self)
+    return train_run(self, bar)
 
 fsdp = sys.argv.pop(1) == "fsdp2"
 Run.train = run

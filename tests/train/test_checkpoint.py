@@ -177,6 +177,7 @@ def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected):
     out = capsys.readouterr().out
     assert str(file) in out and f"{previous}, step 4\n" in out
     assert [checkpoint.read(path)["step"] for path in Checkpoints(run).paths()] == [8, 4]
+    assert [start["step"] for start in results.load_provenance(run)["starts"]] == [0, 4]
     assert differences(resume(config, run), expected) == []
 
 
@@ -243,7 +244,6 @@ def test_overwrite_deletes_nothing_of_the_users(tiny_config, tmp_path):
 
 REFUSED = [  # what is in the folder, options, the error and what it names
     ("nothing", {"resume": True}, FileNotFoundError, "no run to resume"),
-    ("run", {}, FileExistsError, "already holds a run"),
     ("run", {"overwrite": True, "source": "nothing.txt"}, FileNotFoundError, "nothing.txt"),
     ("nothing", {"intermediate_size": 10**12}, MemoryError, "GiB"),
     ("a config.yaml alone", {"overwrite": True}, FileExistsError, "provenance.json"),
@@ -296,13 +296,3 @@ def test_a_run_that_was_killed_at_its_start_begins_again(short, tmp_path):
     results.write_run(tmp_path / "run", dataclasses.asdict(short), results.provenance())
     train(short, tmp_path / "run", resume=True, quiet=True)
     assert results.load_run(tmp_path / "run")[0]["complete"]
-
-
-def test_provenance_has_every_start(tiny_config, tmp_path, monkeypatch):
-    config, run = dataclasses.replace(tiny_config, checkpoint_every=4), tmp_path / "run"
-    monkeypatch.setenv("TWELL_COMMIT", "first")
-    stop_training(config, run, 4)
-    monkeypatch.setenv("TWELL_COMMIT", "second")
-    resume(config, run)
-    starts = results.load_provenance(run)["starts"]
-    assert [(one["commit"], one.get("step")) for one in starts] == [("first", 0), ("second", 4)]

@@ -1,14 +1,12 @@
 """A run learns, writes what happened, and follows the recipe."""
 
 import dataclasses
-import functools
 
 import numpy as np
 import pytest
 import torch
 import yaml
 from accelerate.utils import set_seed
-from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainingArguments
 
 from tests.factories import SEED
@@ -116,15 +114,12 @@ def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
     _, blocks, _ = config.prepare_text()
     drawn = [{"input_ids": row, "labels": row} for row in blocks.draw(range(config.steps * 16))]
 
-    class InOrder(Trainer):
-        def _get_train_sampler(self, *_):
-            return SequentialSampler(self.train_dataset)
-
     same = "learning_rate warmup_steps weight_decay adam_beta1 adam_beta2 adam_epsilon "
     same += "max_grad_norm"
     arguments = TrainingArguments(
         output_dir=str(tmp_path / "theirs"),
         max_steps=config.steps,
+        train_sampling_strategy="sequential",
         per_device_train_batch_size=4,
         gradient_accumulation_steps=4,
         lr_scheduler_type="cosine",
@@ -137,7 +132,7 @@ def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
     )
     set_seed(config.seed)
     model = SparseLlamaForCausalLM(config.model_config(bos_token_id=0, eos_token_id=0))
-    trainer = InOrder(model=model, args=arguments, train_dataset=drawn)
+    trainer = Trainer(model=model, args=arguments, train_dataset=drawn)
     trainer.train()
     theirs = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     np.testing.assert_allclose(theirs, series(ours, "loss"), rtol=2e-3)
@@ -209,16 +204,8 @@ def test_balance_gives_columns_one_length_and_leaves_the_outputs(model):
         torch.testing.assert_close(lengths, expected, rtol=1e-9, atol=0)
 
 
-def compare(config, tmp_path, changes, rtol):
-    settings = {"tokens": 3 * 512, "log_every": 1, "dead_window_tokens": 512, "reinit": 0.1}
-    short = dataclasses.replace(config, **settings)
-    one, other = log_of(short, tmp_path / "one"), log_of(short, tmp_path / "other", **changes)
-    torch.compiler.reset()
-    assert_same_numbers(one, other, rtol)
-
-
 @pytest.mark.parametrize("changes", [{"compile": True}, {"micro_batch": 5}])
-def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch, changes):
+def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch, eager, changes):
     passes, plain = [], loop.checkpoint
 
     def counted(function, *args, **kwargs):
@@ -229,11 +216,12 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch
         return plain(forward, *args, **kwargs)
 
     monkeypatch.setattr(loop, "checkpoint", counted)
-    # Inductor takes a minute. tests/gpu has it.
-    compiled = functools.partialmethod(torch.nn.Module.compile, backend="eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compiled)
+    settings = {"tokens": 3 * 512, "log_every": 1, "dead_window_tokens": 512, "reinit": 0.1}
+    short = dataclasses.replace(tiny_config, **settings)
     with torch._dynamo.config.patch(optimize_ddp=True):  # put back
-        compare(tiny_config, tmp_path, {"checkpoint_activations": True} | changes, 2e-4)
+        other = log_of(short, tmp_path / "other", checkpoint_activations=True, **changes)
+    torch.compiler.reset()
+    assert_same_numbers(log_of(short, tmp_path / "one"), other, 2e-4)
     # With gradients: both layers, forward and again, in three steps.
     assert sum(passes) == (2 * 2 * 3 if "compile" in changes else 0)
 
@@ -241,21 +229,11 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch
 # In the same two processes: a run that does not stop, and one that stops at step 4.
 STOPPED = """
 import pathlib
+from tests.factories.train import stop_training
 out = sys.argv[4]
 config = TrainConfig.load(sys.argv[2])
 train(config, out + "-expected", quiet=True)
-save = Run.save_checkpoint
-
-def save_and_stop(self, step):
-    save(self, step)
-    self.accelerator.wait_for_everyone()
-    raise KeyboardInterrupt
-
-Run.save_checkpoint = save_and_stop
-try:
-    train(config, out, quiet=True)
-except KeyboardInterrupt:
-    Run.save_checkpoint = save
+stop_training(config, out, 4)
 files = sorted(path.name for path in pathlib.Path(out, "checkpoint-00000004").iterdir())
 assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"], files
 """
@@ -275,6 +253,4 @@ def test_two_processes_resume_exactly_and_give_the_losses_of_one(tiny_config, tm
     copy = load(tmp_path / "two" / "model-at-3072")[0]
     for found, of in ((model, "model"), (copy, "model-at-3072")):
         expected = load(tmp_path / "one" / of)[0].state_dict()
-        assert found.state_dict().keys() == expected.keys()
-        for name, weight in found.state_dict().items():
-            torch.testing.assert_close(weight, expected[name], rtol=0, atol=2e-4, msg=name)
+        torch.testing.assert_close(found.state_dict(), expected, rtol=0, atol=2e-4)

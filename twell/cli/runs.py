@@ -3,60 +3,58 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from twell.cli.common import OUTPUT, RUNS, argument, option
+from twell.cli.common import OUTPUT, RUNS, Form, argument, option
 
 BEGIN = "<!-- runs: python -m twell runs data/runs --out data/README.md -->"
 END = "<!-- end of runs -->"
-COLUMNS = "run,parameters,tokens,L1,seed,validation (nats),active,dead,tokens/s,device,weights"
+SPARE = "device weights seed parameters dead tokens".split()
 
 
 def runs(
-    folder: Annotated[Path, argument("DIR", "The folder of runs.")] = RUNS,
-    pattern: Annotated[str, option("Only runs whose names fit.")] = "*",
-    out: Annotated[
-        Path | None, option("A Markdown file: replace its list.", OUTPUT, metavar="FILE")
-    ] = None,
+    folder: Path = argument("DIR", "The folder of runs.", default=RUNS),
+    pattern: str = option("*", "Only runs whose names fit."),
+    form: Form = None,
+    out: Path | None = option(None, "A Markdown file: replace its list.", OUTPUT, metavar="FILE"),
 ) -> None:
     """List runs, also in folders below: size, tokens, L1, loss, activity, speed and weights."""
+    import pandas as pd
+
     from twell import results, tables
+    from twell.cli.output import markdown, short, show
 
     runs, log = results.load_runs(folder, pattern)
-    paths = dict(zip(runs["run"], runs["path"], strict=True))
-    rows = [COLUMNS.split(",")]
-    for run in tables.list_runs(runs, log).itertuples():
-        cells = [
-            f"`{run.run}`" + ("" if run.complete else " (not complete)"),
-            f"{run.parameters / 1e6:.1f} M",
-            f"{run.tokens / 1e6:.4g} M",
-            tables.level_name(run.l1_coefficient),
-            str(run.seed),
-            f"{run.cross_entropy:.3f}",
-            f"{_short(run.active, 3)} ({_short(100 * run.active_fraction, 2)}%)",
-            f"{_short(100 * run.dead_fraction, 2)}%",
-            f"{run.tokens_per_second:,.0f}",
-            run.device,
-            _weights(Path(paths[run.run])),
-        ]
-        rows.append(cells)
-    table = tables.markdown(rows, left=(0, 9, 10))  # the columns of words
+    rows = tables.list_runs(runs, log).merge(runs[["run", "path"]], on="run")
+    rows["weights"] = [_weights(Path(path)) for path in rows.pop("path")]
+    runs = list(rows.itertuples())
+    cells = pd.DataFrame(
+        {
+            "run": [f"`{run.run}`" + " (not complete)" * (not run.complete) for run in runs],
+            "parameters": [f"{run.parameters / 1e6:.1f} M" for run in runs],
+            "tokens": [f"{run.tokens / 1e6:.4g} M" for run in runs],
+            "L1": [tables.level_name(run.l1_coefficient) for run in runs],
+            "seed": [str(run.seed) for run in runs],
+            "validation (nats)": [f"{run.cross_entropy:.3f}" for run in runs],
+            "active": [
+                f"{short(run.active, '.3g')} ({short(100 * run.active_fraction, '.2g')}%)"
+                for run in runs
+            ],
+            "dead": [f"{short(100 * run.dead_fraction, '.2g')}%" for run in runs],
+            "tokens/s": [f"{run.tokens_per_second:,.0f}" for run in runs],
+            "device": rows["device"],
+            "weights": rows["weights"].fillna("–"),
+        }
+    )
     if out is None:
-        print(table)
-        return
-    results.write_between(out, BEGIN, END, f"\n{table}\n")
+        show(rows, cells, form, SPARE)
+    else:
+        results.write_between(out, BEGIN, END, f"\n{markdown(cells)}\n")
 
 
-def _short(value: float, digits: int) -> str:
-    """Return a number with few digits: 100 as 100, not as 1e+02."""
-    text = f"{value:.{digits}g}"
-    return f"{value:,.0f}" if float(text) >= 100 else text
-
-
-def _weights(run: Path) -> str:
+def _weights(run: Path) -> str | None:
     if (run / "model" / "config.json").is_file():
         return "model"
-    return "checkpoint" if any(run.glob("checkpoint*")) else "–"
+    return "checkpoint" if any(run.glob("checkpoint*")) else None
 
 
 def info() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from lm_eval import evaluator, simple_evaluate
+from lm_eval import api, evaluator, simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.utils import handle_non_serializable
@@ -39,6 +39,7 @@ MAX_BATCH_SIZE = 256
 CPU_BATCH_SIZE = 8  # on two cores, 32 is several times slower
 # lm-eval would take the commit of the working folder, and git complains where there is none.
 evaluator.get_git_commit_hash = results.commit
+api.task.tqdm = api.model.tqdm = lambda items, **_: items  # bars that are full at once
 
 
 def run(

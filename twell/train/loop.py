@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import datetime
 import functools
 import io
 import math
@@ -16,6 +17,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -36,19 +38,13 @@ from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, save, silence
 from twell.sparse.layer import summarize_activity
 from twell.sparse.training import SparseTraining
+from twell.train.bar import TrainingBar
 from twell.train.checkpoint import Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.relufy import Student
 from twell.train.steer import Steering
 from twell.train.text import check_inputs, evaluate, teacher_hash, text_hashes
 
-# Metrics of a log, and their names in the results of `summarize_activity`.
-ACTIVITY = {
-    "active_mean": "mean",
-    "active_p99": "p99",
-    "active_max": "max",
-    "dead_fraction": "dead",
-}
 NOTICE = b"\nstopping at the next row of the log, or at the end; Ctrl-C again stops at once\n"
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -113,22 +109,6 @@ def adamw(
     )
 
 
-def save_model(
-    model: SparseLlamaForCausalLM | Student,
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    weights: dict[str, torch.Tensor],
-) -> None:
-    """Write the trained model; of a student and its teacher, the student."""
-    if isinstance(model, Student):
-        model = model.student
-        weights = {name.removeprefix("student."): weight for name, weight in weights.items()}
-    # A saved model is fp32, for which there are no kernels, whatever backend trained it.
-    if hasattr(model.config, "ffn_backend"):
-        model.config.ffn_backend = "dense"
-    save(model, tokenizer, folder, state_dict=weights)
-
-
 class Log:
     """Appends tidy rows to a run's log.csv, each call's rows at once.
 
@@ -159,35 +139,34 @@ class Log:
 
 def activity_columns(layers: list[dict]) -> dict[str, list[float]]:
     """Return the per-layer metrics of a log from the results of `summarize_activity`."""
-    return {metric: [layer[key] for layer in layers] for metric, key in ACTIVITY.items()}
+    columns = {f"active_{key}": [layer[key] for layer in layers] for key in ("mean", "p99", "max")}
+    return columns | {"dead_fraction": [layer["dead"] for layer in layers]}
 
 
-class Interrupt:
-    """Notes the first Ctrl-C, or SIGTERM of a scheduler, in `pressed`.
+@contextlib.contextmanager
+def noted_signals(loud: bool) -> Iterator[list[int]]:
+    """Give the list of a training's signals: Ctrl-C, and SIGTERM of a scheduler.
 
     A second Ctrl-C interrupts at once. A second SIGTERM does not: launchers send it again to
     processes that have it already.
     """
+    noted: list[int] = []
 
-    def __init__(self, loud: bool):
-        self.loud, self.pressed, self.before = loud, False, []
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():  # others get no signals
-            self.before = [signal.signal(number, self._press) for number in SIGNALS]
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, before in zip(SIGNALS, self.before, strict=False):
-            if before is not None:  # None: not set from Python, so it cannot be restored
-                signal.signal(number, before)
-
-    def _press(self, number: int, _: object) -> None:
-        if self.pressed and number == signal.SIGINT:
+    def note(number: int, _: object) -> None:
+        if noted and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.loud and not self.pressed:
+        if loud and not noted:
             os.write(2, NOTICE)  # print is not reentrant
-        self.pressed = True
+        noted.append(number)
+
+    in_main = threading.current_thread() is threading.main_thread()  # others get no signals
+    before = {number: signal.signal(number, note) for number in SIGNALS if in_main}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not set from Python, so it cannot be restored
+                signal.signal(number, handler)
 
 
 class Run:
@@ -229,10 +208,10 @@ class Run:
         self.sums = torch.zeros(len(self.losses) + 1, device=self.device)
         self.active = 0.0  # mean active neurons a token and layer, in the last row
 
-    def train(self) -> Path:
+    def train(self, bar: TrainingBar) -> Path:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
         config, size = self.config, None
-        self.done = 0
+        self.bar, self.done = bar, 0
         if self.continues:
             check_inputs(self.folder, self.inputs)
             self.done, size = self.load_checkpoint()
@@ -241,22 +220,23 @@ class Run:
         if self.main:
             self.open_folder(size)
 
-        with Interrupt(self.main and not self.quiet) as interrupt:
+        with noted_signals(self.main and not self.quiet) as signals:
             if not self.done:
                 self.validate(0)
             self.restart_meters()
             for step in range(self.done + 1, config.steps + 1):
                 if step - 1 in config.decays:
-                    self.decay(step - 1, config.decays[step - 1], interrupt)
+                    self.decay(step - 1, config.decays[step - 1], signals)
                 last = step == config.steps
                 self.sums += self.step(step)
+                bar.step(step, config.steps, self.describe)
                 if last or step % config.log_every == 0:
                     self.record(step)
                 if last or step % config.valid_every == 0:
                     self.validate(step)
                 self.steering.after(step, self.active)
                 if not last:
-                    self.keep(step, interrupt.pressed)
+                    self.keep(step, signals)
             return self.finish()
 
     def open_folder(self, log_size: int | None) -> None:
@@ -292,7 +272,7 @@ class Run:
         decay = steps - steps * 9 // 10
         return get_wsd_schedule(optimizer, warmup, decay, steps, decay_type="linear")
 
-    def decay(self, start: int, end: int, interrupt: Interrupt) -> None:
+    def decay(self, start: int, end: int, signals: list[int]) -> None:
         """Decay from the checkpoint at `start`, save the model at `end`, and return to `start`.
 
         A run that is resumed from this checkpoint decays again.
@@ -301,9 +281,10 @@ class Run:
         self.return_to(start)
         for step in range(start + 1, end + 1):
             self.sums += self.step(step)
+            self.bar.step(step, self.config.steps, self.describe)
             if step == end or step % self.config.log_every == 0:
                 self.record(step, "train-decay")
-                if self.any_process(interrupt.pressed):
+                if self.any_process(signals):
                     raise self.interruption(start)
         self.validate(end, "valid-decay")
         self.write_model(f"model-at-{end * self.config.batch_tokens}")
@@ -374,7 +355,7 @@ class Run:
 
     def record(self, step: int, split: str = "train") -> None:
         """Write losses and activity since the last row, and at the end of a window dead neurons."""
-        config = self.config
+        config, line = self.config, self.describe(step)
         steps = (step - 1) % config.log_every + 1  # since the last row
         tokens = steps * config.batch_tokens
         counts = self.accelerator.reduce([ffn.stats.take() for ffn in self.model.ffns])
@@ -399,20 +380,24 @@ class Run:
         self.active = sum(values["active_mean"]) / config.num_layers
         if config.active_share:
             values[self.steering.name] = self.steering.value
+        self.write(step, split, values, line)
 
-        minutes, seconds = divmod(int(config.batch_tokens * (config.steps - step) / speed), 60)
-        kl = f"KL {values['kl']:.4f}  " if "kl" in values else ""
-        self.write(
-            step,
-            split,
-            values,
-            f"cross-entropy {values['cross_entropy']:.3f}  {kl}"
-            f"active {self.active:.1f} of {config.intermediate_size}  "
-            f"{speed:,.0f} tokens/s  {minutes}:{seconds:02d} left",
-        )
+    def describe(self, step: int) -> str:
+        """Return a line on the steps since the last row: in this process, with the time left."""
+        steps, active = (step - 1) % self.config.log_every + 1, 0.0
+        losses = dict(zip(self.losses, (self.sums / steps).tolist(), strict=False))
+        for ffn in self.model.ffns:
+            ffn.stats.counters = neurons, histogram = ffn.stats.take()
+            active += float(neurons.sum() / histogram.sum()) / self.config.num_layers
+        seconds = (time.perf_counter() - self.since) / steps
+        left = datetime.timedelta(seconds=int(seconds * (self.config.steps - step)))
+        kl = f"KL {losses['kl']:.4f}  " if "kl" in losses else ""
+        speed = f"{self.config.batch_tokens / seconds:,.0f} tokens/s  {left} left"
+        return f"loss {losses['cross_entropy']:.3f}  {kl}active {active:.1f}  {speed}"
 
     def validate(self, step: int, split: str = "valid") -> None:
         """Write the validation loss and activity, after the last step also the silenced loss."""
+        self.bar.phase("validating")
         # Every process evaluates everything: with sharded weights each forward pass needs all.
         with self.autocast():
             result = evaluate(self.model, self.valid_blocks)
@@ -432,7 +417,8 @@ class Run:
         if self.main:
             self.log.write(step, step * self.config.batch_tokens, split, values)
         end = f"{self.config.steps}{'  decaying' if split.endswith('-decay') else ''}"
-        self.say(f"{self.folder.name}  step {step}/{end}  {line}")
+        if self.bar.disable or split.startswith("valid") or step == self.config.steps:
+            self.say(f"{self.folder.name}  step {step}/{end}  {line}")
         self.restart_meters()
 
     def check_finite(self, name: str, loss: float, step: int) -> None:
@@ -453,12 +439,12 @@ class Run:
 
     # --- stopping and resuming
 
-    def keep(self, step: int, pressed: bool) -> None:
+    def keep(self, step: int, signals: list[int]) -> None:
         """Write a checkpoint where one is due. Raises KeyboardInterrupt after Ctrl-C, at a row."""
         config = self.config
         if step % config.log_every:  # between two rows, sums would be lost
             return
-        stop = self.any_process(pressed)
+        stop = self.any_process(signals)
         due = config.checkpoint_every and step % config.checkpoint_every == 0
         if stop or due or step in config.decays:
             self.save_checkpoint(step)
@@ -466,9 +452,9 @@ class Run:
         if stop:
             raise self.interruption(step)
 
-    def any_process(self, pressed: bool) -> bool:
+    def any_process(self, signals: list[int]) -> bool:
         """Return whether a signal has reached any process; it may have reached some only."""
-        return bool(self.accelerator.reduce(torch.tensor(float(pressed), device=self.device)))
+        return bool(self.accelerator.reduce(torch.tensor(float(len(signals)), device=self.device)))
 
     def interruption(self, step: int) -> KeyboardInterrupt:
         return KeyboardInterrupt(
@@ -518,7 +504,15 @@ class Run:
         return self.folder
 
     def write_model(self, name: str) -> None:
+        """Write the trained model; of a student and its teacher, the student."""
         whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.wrapped, options=whole)
-        if self.main:
-            save_model(self.model, self.tokenizer, self.folder / name, weights)
+        model, weights = self.model, get_model_state_dict(self.wrapped, options=whole)
+        if not self.main:
+            return
+        if isinstance(model, Student):
+            model = model.student
+            weights = {name.removeprefix("student."): weight for name, weight in weights.items()}
+        # A saved model is fp32, for which there are no kernels, whatever backend trained it.
+        if hasattr(model.config, "ffn_backend"):
+            model.config.ffn_backend = "dense"
+        save(model, self.tokenizer, self.folder / name, state_dict=weights)

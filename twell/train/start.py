@@ -17,6 +17,7 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, bro
 
 from twell import results
 from twell.config import TrainConfig
+from twell.train.bar import TrainingBar
 from twell.train.checkpoint import Checkpoints
 from twell.train.loop import Run
 
@@ -28,6 +29,7 @@ def train(
     overwrite: bool = False,
     resume: bool = False,
     quiet: bool = False,
+    bar: TrainingBar | None = None,
 ) -> Path:
     """Train a model and leave the run in `folder`.
 
@@ -36,6 +38,7 @@ def train(
         resume: go on from the run's checkpoint (from the beginning where it has none yet), exactly
             as if it had not stopped. A complete run only loses left-over checkpoints.
         quiet: print nothing.
+        bar: shows steps in place of their lines.
 
     Ctrl-C ends the training after the current step, with a checkpoint; a second one ends it at
     once. Raises FileNotFoundError where there is no run to resume. Raises FileExistsError when the
@@ -78,7 +81,9 @@ def train(
             return folder
         sharded = accelerator.distributed_type == DistributedType.FSDP
         check_shares(config, accelerator.num_processes, sharded)
-        return Run(config, folder, accelerator, quiet, resume).train()
+        bar = bar or TrainingBar(shown=False)
+        bar.phase("preparing the text")
+        return Run(config, folder, accelerator, quiet, resume).train(bar)
 
 
 @contextlib.contextmanager
