@@ -94,8 +94,7 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first, down, act = self.gate_up_proj, self.down_proj, self.act
-        # LoRA puts modules of its own around them.
-        own = linear.MergedColumnParallelLinear, linear.RowParallelLinear
+        own = linear.MergedColumnParallelLinear, linear.RowParallelLinear  # LoRA has others
         if self.paths is None or (type(first), type(down)) != own:
             g, u = self._gate_up(first(x)[0], -1)
             h = act.hidden(act.gate(u), None) if g is None else act.hidden(act.gate(g), u)
