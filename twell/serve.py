@@ -138,8 +138,8 @@ class Sparse:
                 config.ffn_paths.append(block.mlp.paths)
         if not any(config.ffn_paths):
             init_logger("vllm.twell").warning(
-                "the feed-forward layers compute densely: sparse ones need a GPU, bf16 or fp16, and "
-                "in config.json ffn_backend 'auto' and the activity (twell.tune(model, batch), save)"
+                "the feed-forward layers compute densely: ffn_backend 'auto' found it faster, or for "
+                "want of a GPU, bf16 or fp16, this backend, or the activity that twell.tune saves"
             )
 
 
