@@ -138,7 +138,7 @@ class Sparse:
                 config.ffn_paths.append(block.mlp.paths)
         if not any(config.ffn_paths):
             init_logger("vllm.twell").warning(
-                "the feed-forward layers compute densely: ffn_backend 'auto' found it faster, or for "
+                "the feed-forward layers compute densely: ffn_backend 'auto' chose that, or for "
                 "want of a GPU, bf16 or fp16, this backend, or the activity that twell.tune saves"
             )
 
