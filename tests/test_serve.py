@@ -57,6 +57,8 @@ def test_layers_compute_as_in_transformers(name, load, tmp_path):
     ranks, create = MODELS[name]
     with torch.inference_mode(False):
         expected = create().bfloat16().eval().requires_grad_(False)
+        for parameter in expected.parameters():
+            parameter.normal_(0, 0.3)
     if name == "FP8":
         quantize_(expected)
     expected.save_pretrained(tmp_path)
