@@ -1,7 +1,7 @@
 # make reproduce   run the notebooks on what is recorded in data/, and train a small sweep and draw it alike
 # make site        the documents, the lessons and an atlas of the shipped model in build/site, which opens from disk
 # make lessons     the notebooks and what they show as pages in docs/lessons, for who changes them
-# make test        the tests (MARK=slow or MARK=browser: those instead)
+# make test        the tests (MARK=slow, MARK=browser or MARK=vllm: those instead)
 # make installed   the package from a wheel in an empty folder: train, export, load, serve as a layer
 # make fuzz        all tests and random cases of the layer, on fresh inputs (SEED=number repeats them)
 # make lab         open the notebooks in JupyterLab

@@ -1,15 +1,13 @@
 """Serving at toy size: the numbers of answers whose times are known, and what is refused."""
 
-import functools
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from transformers import ContinuousBatchingConfig, GenerationMixin
+from transformers import GenerationMixin
 
 from tests.factories.measure import TINY
 from twell.__main__ import main
-from twell.measure import serve
 from twell.measure import serving as module
 
 LOAD = {"REQUESTS": 3, "SHORTEST": 4, "LONGEST": 40, "NEW_TOKENS": 5}
@@ -59,12 +57,3 @@ def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
     lengths = [len(prompt) for prompt in prompts[0]]
     assert len(set(lengths)) > 1 and 4 <= min(lengths) <= max(lengths) <= 40
     assert rows["prompt_tokens"].tolist() == [sum(lengths)] * 3
-
-
-@pytest.mark.slow
-def test_transformers_serves_a_toy(dense_kernels, monkeypatch, tmp_path):
-    small = functools.partial(ContinuousBatchingConfig, num_blocks=16, max_batch_tokens=64)
-    monkeypatch.setattr(module, "ContinuousBatchingConfig", small)
-    rows = serve("2b", TINY, active=9)
-    assert min(row["requests_per_second"] for row in rows) > 0
-    assert all(0 < row["first_token"] <= row["p50"] for row in rows)

@@ -81,7 +81,7 @@ def test_projections_are_called_where_their_weight_is_not_all(change, part, back
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_projection_of_another_class_is_said_once(compiled):
-    """As servers do that put linear layers of their own in place; see docs/serving.md."""
+    """As servers do that put linear layers of their own in place."""
     ffn, x = make(sizes=(32, 48)).eval(), torch.randn(2, 32).double()
     ffn.backend = "reference"
     name = f"ColumnParallelLinear{compiled}"  # once for each class

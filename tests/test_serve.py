@@ -1,0 +1,73 @@
+"""The plugin of vLLM: layers of saved folders against those of transformers."""
+
+import pytest
+import torch
+
+from tests.factories.models import calibration, make, stock
+from tests.factories.sparse import relative, triton_here
+from twell.models import quantize_
+
+pytestmark = [pytest.mark.vllm, triton_here]
+PLAIN = {"mode": 0, "custom_ops": ["none"]}
+TUNED = {"ffn_backend": "auto", "num_key_value_heads": 2, "ffn_activity": [[64, 2.0, 9.0]] * 3}
+FORCED = {"ffn_backend": "triton", "tie_word_embeddings": False, "mlp_bias": True}
+MODELS = {  # and the number of ranks
+    "tuned": (2, lambda: make(**TUNED)),
+    "threshold": (1, lambda: make(activation_threshold=0.1, **FORCED)),
+    "non-gated": (2, lambda: make(gated_mlp=False, **FORCED)),
+    "FP8": (2, lambda: make(**FORCED)),
+    "dense": (1, lambda: make(hidden_act="relu2")),
+    "llama": (2, lambda: stock("llama", **TUNED)),
+    "qwen3": (2, lambda: stock("qwen3", **TUNED)),
+    "SiLU": (1, lambda: stock("mistral", "silu", sliding_window=None)),
+}
+
+
+@pytest.fixture
+def load(monkeypatch, tmp_path):
+    """A function that loads the folder `tmp_path` as vLLM does, without attention."""
+    pytest.importorskip("vllm", reason="vLLM is missing: pip install vllm")
+    from vllm import config, distributed
+    from vllm.model_executor.model_loader import get_model
+
+    from twell import serve
+
+    def load(rank, ranks):
+        model = config.ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+        options = {"device_config": config.DeviceConfig("cpu"), "compilation_config": PLAIN}
+        options = config.VllmConfig(model_config=model, **options)
+        with config.set_current_vllm_config(options):
+            if not distributed.model_parallel_is_initialized():
+                distributed.init_distributed_environment(1, 0, f"file://{tmp_path}/init", 0, "gloo")
+                distributed.initialize_model_parallel()
+            group = {"rank_in_group": rank, "world_size": ranks, "all_reduce": lambda y: y}
+            for name, value in group.items():
+                monkeypatch.setattr(distributed.get_tp_group(), name, value)
+            return get_model(vllm_config=options)
+
+    serve.register()
+    for module in (serve.llama, serve.qwen3):
+        monkeypatch.setattr(module, "Attention", lambda *_, **__: torch.nn.Identity())
+    return load
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_layers_compute_as_in_transformers(name, load, tmp_path):
+    ranks, create = MODELS[name]
+    with torch.inference_mode(False):
+        expected = create().bfloat16().eval().requires_grad_(False)
+        for parameter in expected.parameters():
+            parameter.normal_(0, 0.3)
+    if name == "FP8":
+        quantize_(expected)
+    expected.save_pretrained(tmp_path)
+    calibration().save(tmp_path / "calibration.json")
+    torch.compiler.reset()
+    mlps = [load(rank, ranks).model.layers[1].mlp for rank in range(ranks)]
+    sparse = [getattr(mlp, "paths", None) is not None for mlp in mlps]
+    assert sparse == [name not in ("dense", "SiLU")] * ranks
+    traced = [torch.compile(mlp, fullgraph=True, dynamic=True, backend="eager") for mlp in mlps]
+    for number in (3, 600):
+        x = torch.randn(number, 32).bfloat16()
+        assert relative(sum(mlp(x) for mlp in traced), expected.model.layers[1].mlp(x)) < 0.01

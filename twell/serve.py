@@ -1,0 +1,200 @@
+"""A plugin of vLLM: Llama-like models with sparse feed-forward layers.
+
+All else is vLLM's own. vLLM traces a model once, for all numbers of tokens and without guards, so
+the operator here chooses the path when it runs.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import ModelRegistry
+from vllm.config import VllmConfig
+from vllm.distributed import tensor_model_parallel_all_reduce
+from vllm.logger import init_logger
+from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models import llama, mistral, qwen2, qwen3
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.model_executor.utils import set_weight_attrs
+
+from twell.models.convert import ACTIVITY
+from twell.models.loading import CALIBRATION
+from twell.sparse import float8, ops
+from twell.sparse.activations import ACTIVATIONS, get_activation
+from twell.sparse.calibration import COMPILED, FLOAT8, GRAPH, Calibration
+from twell.sparse.plan import POWERS, Chooser
+
+MODELS = {"Llama": llama, "SparseLlama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
+
+
+@torch.library.custom_op(
+    "twell::planned_ffn",
+    mutates_args=(),
+    schema=f"({ops.SCHEMA}*, str activation, float threshold, str[] paths) -> Tensor",
+)
+def planned_ffn(x, *tensors, activation, threshold, paths):
+    """y as of twell::ffn. paths[n] serves 2^(n - 1) + 1 to 2^n tokens, the last one also more."""
+    weights, x_scale = ops.weights_of(activation, threshold, *tensors)
+    path = paths[min((len(x) - 1).bit_length(), len(paths) - 1)]
+    # Not by `ops.sparse_ffn`, whose CUDA graphs would take memory that vLLM does not know of.
+    return ops.PATHS[path](ops.prepare(x), ops.aligned(weights), x_scale)
+
+
+@planned_ffn.register_fake
+def _(x, *tensors, activation, threshold, paths):
+    weights, x_scale = ops.weights_of(activation, threshold, *tensors)
+    ops.check_tensors(x, weights, x_scale)
+    return ops.empty_output(x)
+
+
+class SparseMLP(nn.Module):
+    """A feed-forward layer around vLLM's projections, which compute it where `paths` is None."""
+
+    def __init__(self, stock: nn.Module, config: Any):
+        super().__init__()
+        self.gated, first = getattr(config, "gated_mlp", True), stock.gate_up_proj
+        threshold = getattr(config, "activation_threshold", 0.0)
+        self.act = get_activation(config.hidden_act, threshold, gated=self.gated)
+        if not self.gated:
+            options = {"quant_config": first.quant_config, "prefix": first.prefix}
+            sizes = first.input_size, first.output_sizes[1:]
+            first = linear.MergedColumnParallelLinear(*sizes, bias=first.has_bias, **options)
+        self.gate_up_proj, self.down_proj = first, stock.down_proj
+        self.quantized = isinstance(first.quant_method, Float8Method)
+        self.paths: list[str] | None = None
+
+    def plan(self, config: Any, layer: int, folder: Path, captured: int) -> None:
+        """Choose the paths by number of tokens, with CUDA graphs of up to `captured` tokens."""
+        down, backend = self.down_proj, getattr(config, "ffn_backend", "auto")
+        methods = {type(self.gate_up_proj.quant_method), type(down.quant_method)}
+        size, shards = down.input_size_per_partition, down.tp_size
+        fits = self.act.sparse and methods <= {Float8Method, linear.UnquantizedLinearMethod}
+        if backend not in ("auto", "triton") or not (fits and ops.takes(down.weight.t(), size)):
+            return
+        down.weight.data = down.weight.data.t().contiguous().t()  # vLLM copies into it
+        paths = [ops.choose(tokens) for tokens in POWERS]
+        if backend == "auto":
+            chooser = Chooser(config.hidden_size, size, self.gated)
+            chooser.quantized = self.quantized
+            chooser.place(down.weight.device)
+            if (file := folder / CALIBRATION).is_file():
+                times = Calibration.load(file)
+                if (times.dtype == FLOAT8) == self.quantized:
+                    chooser.calibration = times if shards == 1 else times.scaled(*chooser.shape)
+            if (activity := getattr(config, ACTIVITY, None)) is not None:
+                tokens, active, union = activity[layer]
+                chooser.freeze({int(tokens): (active / shards, union / shards)})
+            paths = [chooser.path(n, GRAPH if n // 2 < captured else COMPILED) for n in POWERS]
+        self.paths = None if set(paths) == {"dense"} else paths
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, down, act = self.gate_up_proj, self.down_proj, self.act
+        own = linear.MergedColumnParallelLinear, linear.RowParallelLinear  # LoRA has others
+        if self.paths is None or (type(first), type(down)) != own:
+            g, u = self._gate_up(first(x)[0], -1)
+            h = act.hidden(act.gate(u), None) if g is None else act.hidden(act.gate(g), u)
+            return down(h)[0]
+        (w_gate, w_up), (b_gate, b_up) = map(self._gate_up, (first.weight, first.bias))
+        x_scale = s_gate = s_up = None
+        if self.quantized:  # here, where it is fused with the norm before the layer
+            x, x_scale = float8.quantize(x)
+            s_gate, s_up = self._gate_up(first.weight_scale)
+        b_down = down.bias if down.tp_rank == 0 else None
+        tensors = w_gate, w_up, down.weight, b_gate, b_up, b_down, x_scale, s_gate, s_up
+        y = planned_ffn(x, *tensors, activation=act.name, threshold=act.threshold, paths=self.paths)
+        return tensor_model_parallel_all_reduce(y) if down.tp_size > 1 else y
+
+    def _gate_up(self, tensor: Tensor | None, dim: int = 0) -> tuple[Tensor | None, Tensor | None]:
+        return (None, tensor) if tensor is None or not self.gated else tensor.chunk(2, dim)
+
+
+class Sparse:
+    """Gives a model of vLLM sparse layers; one with SiLU stays as it is."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        config = vllm_config.model_config.hf_config
+        activation, gated = config.hidden_act, getattr(config, "gated_mlp", True)
+        replaces = activation in ACTIVATIONS and not (gated and activation == "silu")
+        config.hidden_act = "silu" if replaces else activation  # vLLM refuses others
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        config.hidden_act = activation
+        if not replaces:
+            return
+        if not gated:
+            up = WeightsMapper(orig_to_new_stacked={".up_proj": (".gate_up_proj", 0)})
+            self.model.hf_to_vllm_mapper = self.model.hf_to_vllm_mapper | up
+        folder = Path(vllm_config.model_config.model)
+        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        config.ffn_paths = []  # vLLM's cache of compiled code goes by the configuration
+        for layer, block in enumerate(self.model.layers):
+            if hasattr(block, "mlp"):  # the others are of another stage of a pipeline
+                block.mlp = SparseMLP(block.mlp, config)
+                block.mlp.plan(config, layer, folder, captured)
+                config.ffn_paths.append(block.mlp.paths)
+        if not any(config.ffn_paths):
+            init_logger("vllm.twell").warning(
+                "the feed-forward layers compute densely: ffn_backend 'auto' chose that, or for "
+                "want of a GPU, bf16 or fp16, this backend, or the activity that twell.tune saves"
+            )
+
+
+class Float8Config(QuantizationConfig):
+    """The FP8 weights of `twell.quantize_`; down stays in bf16."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Float8Config:
+        if config not in (float8.QUANTIZATION, float8.FP8_DOWN):
+            raise ValueError(f"quantization_config is {config}; expected {float8.QUANTIZATION}")
+        return cls()
+
+    def get_name(self) -> str:
+        return float8.QUANTIZATION["quant_method"]
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 89
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> linear.LinearMethodBase | None:
+        if not isinstance(layer, linear.LinearBase):
+            return None
+        in_fp8 = prefix.endswith(".gate_up_proj")
+        return Float8Method() if in_fp8 else linear.UnquantizedLinearMethod()
+
+
+class Float8Method(linear.LinearMethodBase):
+    """Weights [N, K] float8_e4m3fn, and a scale for each row."""
+
+    def create_weights(
+        self, layer, input_size_per_partition, output_partition_sizes, *, weight_loader, **_
+    ):
+        size = sum(output_partition_sizes)
+        weight = torch.empty(size, input_size_per_partition, dtype=float8.FLOAT8)
+        scale = torch.empty(size, dtype=torch.float32)
+        for name, tensor in (("weight", weight), ("weight_scale", scale)):
+            parameter = nn.Parameter(tensor, requires_grad=False)
+            set_weight_attrs(parameter, {"output_dim": 0, "weight_loader": weight_loader})
+            layer.register_parameter(name, parameter)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return float8.linear(*float8.quantize(x), layer.weight, layer.weight_scale, bias)
+
+
+def register() -> None:
+    """Tell vLLM of the models and of the FP8 weights; vLLM calls it in each process."""
+    register_quantization_config(float8.QUANTIZATION["quant_method"])(Float8Config)
+    for name, module in MODELS.items():
+        stock = getattr(module, f"{name.removeprefix('Sparse')}ForCausalLM")
+        model = type(f"{name}ForCausalLM", (Sparse, stock), {"__module__": __name__})
+        ModelRegistry.register_model(model.__name__, model)
