@@ -22,9 +22,8 @@ from twell.sparse.ops import aligned, check_tensors, prepare
 def ffn_twell(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, compression=8):
     """y [M, K] by the paper's inference: tiles of 256 neurons with 256 / `compression` words.
 
-    `compression` is 2, 4, 8 or 16; raises ValueError for another one. A tile that overflows is
-    computed again, densely, in the same launch. Only g is rounded; u and h stay in fp32. No
-    gradients. Paper: App. A.1.
+    `compression` is 2, 4, 8 or 16; raises ValueError for another one. A tile that overflows goes on
+    in a second buffer. Only g is rounded; u and h stay in fp32. No gradients. Paper: App. A.1.
     """
     gate.check_compression(compression)
     weights = Weights(w_gate, w_up, w_down.t(), b_gate, b_up, b_down)
