@@ -1,7 +1,6 @@
 """All neurons in a browser: the search, notes, and the atlas of a model, opened from disk."""
 
 import re
-import time
 
 import numpy as np
 import pytest
@@ -243,11 +242,10 @@ NUMBERS = (
 )
 
 
-def test_three_questions_of_a_researcher(live):
-    """Which neurons fire on numbers? Is there one for sentence starts? What without the first?"""
+def test_two_questions_of_a_researcher(live):
+    """Which neurons fire on numbers? Is there one for sentence starts?"""
     widget = twell.inspect(SHIPPED, NUMBERS)
     page = live(widget)
-    began = time.monotonic()
     page.get_by_text("Neurons that are a class", exact=True).click()
     page.get_by_label("class of tokens").select_option("digits")
     page.get_by_label("over", exact=True).select_option("over the examples")
@@ -263,15 +261,6 @@ def test_three_questions_of_a_researcher(live):
     settle(page)
     name, measures = ranks(page)[0]
     assert name[0] == 0 and float(measures[0]) > 0.6
-
-    page.get_by_label("class of tokens").select_option("digits after digits")
-    for name in ("1 \u00b7 587", "1 \u00b7 19"):
-        page.get_by_label(f"choose {name}", exact=True).check()
-    page.get_by_role("button", name="silence 2 neurons together").click()
-    strip = page.locator(".tw-strip-of-changes", has_text="at the selected tokens")
-    strip.wait_for()
-    assert float(re.findall(r"\(\+([\d.]+)\)", strip.text_content())[1]) > 0.05
-    assert time.monotonic() - began < 60
 
     # Labels are found by their words.
     page.get_by_label("where", exact=True).select_option("label or note")

@@ -11,7 +11,7 @@ from twell.measure import imposed, runner
 from twell.measure.check import hooked
 from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import Case
-from twell.models import SparseLlamaConfig
+from twell.models import SparseLlamaConfig, sparse_ffns
 from twell.sparse import float8, ops, reference
 from twell.sparse.activations import RELU
 
@@ -115,7 +115,7 @@ def active_entries(model, tokens):
     def visit(_, ffn, inputs):
         layers.append(ffn.activations(inputs[0].flatten(0, 1))[0] != 0)
 
-    with hooked(model.ffns, visit, before=True):
+    with hooked(sparse_ffns(model), visit, before=True), torch.no_grad():
         model.model(input_ids=tokens, use_cache=False)
     return layers
 

@@ -113,8 +113,9 @@ def test_a_copy_that_decays_is_the_run_that_ends_there(tiny_config, tmp_path, mo
     # Copies leave no mark on the run, and each is the run that ends at its tokens.
     for tokens, folder in ((5120, "model-at-5120"), (7168, "model-at-7168"), (8192, "model")):
         short = train_changed(config, tmp_path / folder, tokens=tokens, decay_at="3072")
-        weights = [load_file(path / "model.safetensors") for path in (short / "model", whole / folder)]
-        assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+        expected = load_file(whole / folder / "model.safetensors")
+        weights = load_file(short / "model" / "model.safetensors")
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
     validate = Run.validate
 
