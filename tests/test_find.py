@@ -127,27 +127,18 @@ def check_ranks(page, passage, mask, members, later):
         np.testing.assert_allclose([*map(float, row)], expected[name], rtol=0.06, atol=0.006)
 
 
-@pytest.mark.parametrize("width", [1400, 800, 720, 390])
-def test_the_card_stands_beside_the_list_and_slides_over_it_on_a_phone(open_page, width):
+@pytest.mark.parametrize("width", [1400, 720, 390])
+def test_the_card_is_in_view_and_leaves_the_list_within_reach(open_page, width):
     passage, _ = make_trace(SEED, 400, 3, 60)
     page = open_page([Side("random", passage, aggregate_of(passage))], width=width)
     page.locator("summary").click()
     card = page.locator(".tw-neuron")
     for number in (1, 4, 2):
-        hit = page.locator("button.tw-hit").nth(number)
-        hit.click()
+        page.locator("button.tw-hit").nth(number).click()
         page.wait_for_function("() => !document.getAnimations().length")
-        place, row = card.bounding_box(), hit.bounding_box()
-        assert 0 <= place["y"] < 500 and 0 <= row["y"] < 900
-        inside = page.evaluate(
-            "([x, y]) => document.elementFromPoint(x, y).closest('.tw-neuron') !== null",
-            [place["x"] + 20, place["y"] + 20],
-        )
-        assert inside
-        if width >= 700:
-            assert row["x"] + row["width"] <= place["x"]
-            assert not page.get_by_text("\u2190 back").is_visible()
-        else:
+        assert 0 <= card.bounding_box()["y"] < 500
+        card.get_by_label("neuron", exact=True).click(trial=True)  # nothing covers it
+        if width < 700:
             page.get_by_text("\u2190 back").click()
             card.wait_for(state="detached")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")

@@ -18,8 +18,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FP32 = {"rtol": 1e-6, "atol": 0}  # cross-entropy is summed in fp32
 
 
-def assert_close(result, expected, **options):
-    torch.testing.assert_close(result, expected, **options)
+assert_close = torch.testing.assert_close
 
 
 def test_loss_is_cross_entropy_plus_l1_in_training_alone():
@@ -235,8 +234,6 @@ def test_an_unreadable_mask_is_refused_where_padding_counts(mask):
 
 
 LABEL_SMOOTHING = 0.1
-
-
 ROWS = torch.randint(90, (4, 10), generator=torch.Generator().manual_seed(SEED))
 
 
