@@ -77,21 +77,9 @@ class FakeGpu(runner.Gpu):
         return [(name, 1, ms) for name, ms in shown]
 
 
-def relative(result, exact):
-    return float((result.double() - exact.double()).norm() / exact.double().norm())
-
-
 def counts_of(x, w_gate):
     """Active neurons of each token."""
     return (torch.relu(x.double() @ w_gate.double().t()) != 0).sum(1)
-
-
-def layer(num_tokens, gated=True, active=9.0):
-    """x and weights in bf16."""
-    x, w_gate, w_up, w_down = synthetic_layer(
-        num_tokens, K, N, active=active, device="cpu", seed=SEED
-    )
-    return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
 
 
 def case(num_tokens, gated=True, active=9.0, kind=Case, **options):

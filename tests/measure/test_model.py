@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.factories import SEED, measure
-from tests.factories.measure import TINY, active_entries, relative
+from tests.factories.measure import TINY, active_entries
 from tests.factories.ops import as_sparse_ffn
+from tests.factories.sparse import relative
 from twell.measure import imposed, model, sides
 from twell.measure.check import TOLERANCE
 from twell.measure.decode import Decoder

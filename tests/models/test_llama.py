@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from tests.factories.models import DEVICE, assert_same, make, needs_triton, tokens
+from tests.factories.models import assert_same, make, tokens
+from tests.factories.sparse import DEVICE, triton_here
 from twell.models import SparseLlamaForCausalLM, intervene, load, silence
 from twell.models.llama import CODE
 
@@ -53,7 +54,7 @@ def test_the_reference_generates_the_same_text():
     assert torch.equal(generated, model.generate(x, max_new_tokens=12, do_sample=False))
 
 
-@needs_triton
+@triton_here
 def test_triton_is_as_near_to_the_exact_model_as_dense(tmp_path):
     model = make(hidden_size=64, num_hidden_layers=1).half().eval().to(DEVICE)
     model.save_pretrained(tmp_path)
