@@ -1,7 +1,6 @@
 """All neurons in a browser: the search, notes, and the atlas of a model, opened from disk."""
 
 import re
-import time
 
 import numpy as np
 import pytest
@@ -128,27 +127,18 @@ def check_ranks(page, passage, mask, members, later):
         np.testing.assert_allclose([*map(float, row)], expected[name], rtol=0.06, atol=0.006)
 
 
-@pytest.mark.parametrize("width", [1400, 800, 720, 390])
-def test_the_card_stands_beside_the_list_and_slides_over_it_on_a_phone(open_page, width):
+@pytest.mark.parametrize("width", [1400, 720, 390])
+def test_the_card_is_in_view_and_leaves_the_list_within_reach(open_page, width):
     passage, _ = make_trace(SEED, 400, 3, 60)
     page = open_page([Side("random", passage, aggregate_of(passage))], width=width)
     page.locator("summary").click()
     card = page.locator(".tw-neuron")
     for number in (1, 4, 2):
-        hit = page.locator("button.tw-hit").nth(number)
-        hit.click()
+        page.locator("button.tw-hit").nth(number).click()
         page.wait_for_function("() => !document.getAnimations().length")
-        place, row = card.bounding_box(), hit.bounding_box()
-        assert 0 <= place["y"] < 500 and 0 <= row["y"] < 900
-        inside = page.evaluate(
-            "([x, y]) => document.elementFromPoint(x, y).closest('.tw-neuron') !== null",
-            [place["x"] + 20, place["y"] + 20],
-        )
-        assert inside
-        if width >= 700:
-            assert row["x"] + row["width"] <= place["x"]
-            assert not page.get_by_text("\u2190 back").is_visible()
-        else:
+        assert 0 <= card.bounding_box()["y"] < 500
+        card.get_by_label("neuron", exact=True).click(trial=True)  # nothing covers it
+        if width < 700:
             page.get_by_text("\u2190 back").click()
             card.wait_for(state="detached")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -243,11 +233,10 @@ NUMBERS = (
 )
 
 
-def test_three_questions_of_a_researcher(live):
-    """Which neurons fire on numbers? Is there one for sentence starts? What without the first?"""
+def test_two_questions_of_a_researcher(live):
+    """Which neurons fire on numbers? Is there one for sentence starts?"""
     widget = twell.inspect(SHIPPED, NUMBERS)
     page = live(widget)
-    began = time.monotonic()
     page.get_by_text("Neurons that are a class", exact=True).click()
     page.get_by_label("class of tokens").select_option("digits")
     page.get_by_label("over", exact=True).select_option("over the examples")
@@ -263,15 +252,6 @@ def test_three_questions_of_a_researcher(live):
     settle(page)
     name, measures = ranks(page)[0]
     assert name[0] == 0 and float(measures[0]) > 0.6
-
-    page.get_by_label("class of tokens").select_option("digits after digits")
-    for name in ("1 \u00b7 587", "1 \u00b7 19"):
-        page.get_by_label(f"choose {name}", exact=True).check()
-    page.get_by_role("button", name="silence 2 neurons together").click()
-    strip = page.locator(".tw-strip-of-changes", has_text="at the selected tokens")
-    strip.wait_for()
-    assert float(re.findall(r"\(\+([\d.]+)\)", strip.text_content())[1]) > 0.05
-    assert time.monotonic() - began < 60
 
     # Labels are found by their words.
     page.get_by_label("where", exact=True).select_option("label or note")

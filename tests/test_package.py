@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from packaging.requirements import Requirement
 from study import analysis
 from twell import results
 from twell.cli import main
+from twell.cli.runs import BEGIN, END
 from twell.models import load
 from twell.models.llama import AUTO_MAP, CODE
 from twell.trace import Aggregate
@@ -67,9 +67,11 @@ def test_without_its_link_the_package_is_neither_built_nor_imported(tmp_path):
 
 
 def test_the_list_of_recorded_runs_is_up_to_date(tmp_path):
-    page = Path(shutil.copy(ROOT / "data" / "README.md", tmp_path))
+    page, expected = tmp_path / "README.md", (ROOT / "data" / "README.md").read_text("utf-8")
+    before, after = expected.partition(BEGIN)[0], expected.partition(END)[2]
+    page.write_text(before + BEGIN + END + after, encoding="utf-8")
     assert main(["runs", str(ROOT / "data" / "runs"), "--out", str(page)]) == 0
-    assert page.read_bytes() == (ROOT / "data" / "README.md").read_bytes()
+    assert page.read_text("utf-8") == expected
 
 
 def test_the_shipped_model_is_the_recorded_run():

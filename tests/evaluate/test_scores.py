@@ -11,14 +11,13 @@ from transformers import LlamaForCausalLM
 
 import twell
 from study import analysis
-from tests.factories.evaluate import brute_force
+from tests.factories.evaluate import SEVEN, brute_force
 from tests.factories.train import write_pretrained
 from twell import evaluate, results
 from twell.__main__ import main
 from twell.evaluate.scores import LM
 from twell.sparse.float8 import Float8Linear
 
-SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
 EIGHT = [*SEVEN, "commonsense_qa_cloze"]
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import lm_eval
 import pytest
 
+from tests.factories.evaluate import SEVEN
 from twell import corpus, evaluate
 from twell.evaluate import tasks
 from twell.train import TrainConfig
 
-SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
 LM_TASKS = Path(lm_eval.__file__).parent / "tasks"
 GOOD = '{"query": "a", "choices": ["b", "c"], "gold": 0}\n'
 

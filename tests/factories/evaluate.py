@@ -6,6 +6,7 @@ import datasets
 import torch
 
 HARD = """a the ' " it's \\n {{x}} {% 中 é 007 3 50% A. #""".split() + ["\n", "  ", "[1, 2]"]
+SEVEN = "arc_easy arc_challenge hellaswag openbookqa piqa winogrande commonsense_qa".split()
 FIELDS = ("query", "choices", "gold")
 
 

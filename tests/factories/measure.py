@@ -11,7 +11,7 @@ from twell.measure import imposed, runner
 from twell.measure.check import hooked
 from twell.measure.imposed import synthetic_layer
 from twell.measure.layer import Case
-from twell.models import SparseLlamaConfig
+from twell.models import SparseLlamaConfig, sparse_ffns
 from twell.sparse import float8, ops, reference
 from twell.sparse.activations import RELU
 
@@ -77,21 +77,9 @@ class FakeGpu(runner.Gpu):
         return [(name, 1, ms) for name, ms in shown]
 
 
-def relative(result, exact):
-    return float((result.double() - exact.double()).norm() / exact.double().norm())
-
-
 def counts_of(x, w_gate):
     """Active neurons of each token."""
     return (torch.relu(x.double() @ w_gate.double().t()) != 0).sum(1)
-
-
-def layer(num_tokens, gated=True, active=9.0):
-    """x and weights in bf16."""
-    x, w_gate, w_up, w_down = synthetic_layer(
-        num_tokens, K, N, active=active, device="cpu", seed=SEED
-    )
-    return x, (w_gate, w_up, w_down) if gated else (None, w_gate, w_down)
 
 
 def case(num_tokens, gated=True, active=9.0, kind=Case, **options):
@@ -115,7 +103,7 @@ def active_entries(model, tokens):
     def visit(_, ffn, inputs):
         layers.append(ffn.activations(inputs[0].flatten(0, 1))[0] != 0)
 
-    with hooked(model.ffns, visit, before=True):
+    with hooked(sparse_ffns(model), visit, before=True), torch.no_grad():
         model.model(input_ids=tokens, use_cache=False)
     return layers
 

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
@@ -10,12 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse.calibration import Calibration, Point
-from twell.sparse.layer import backend_status
 
 VOCAB, INDEX, DOWN = 90, "model.safetensors.index.json", ".mlp.down_proj.weight"
-NO_TRITON = backend_status()["triton"]
-needs_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of the kernels
 
 SHAPE = {
     **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 84},

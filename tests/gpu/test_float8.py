@@ -14,11 +14,10 @@ from twell.measure import synthetic_layer
 from twell.sparse import float8
 from twell.sparse.activations import RELU
 
-needs_fp8 = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and float8.why_not(torch.device("cuda")) is not None,
     reason="needs a GPU with FP8",
 )
-pytestmark = needs_fp8
 
 
 def quantized(num_tokens, backend="triton", seed=SEED):

@@ -10,11 +10,10 @@ from transformers import ContinuousBatchingConfig
 pytest.importorskip("triton")
 
 from twell.__main__ import main
-from twell.measure import decode, imposed, model, runner, serving
+from twell.measure import decode, model, runner, serving
 from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
-from twell.measure.providers import TRITON_COMPILED, model_providers
-from twell.measure.sides import Subject, embed, random_model
+from twell.measure.providers import model_providers
 from twell.measure.trainer import train_step
 from twell.sparse.plan import EAGER, Chooser
 
@@ -50,20 +49,6 @@ def test_a_model_is_measured_in_every_way(tmp_path):
             expected = "dense"
         assert row["provider"].startswith("auto") or row["path"] == f"{expected} 3"
     assert all(row["same"] > 0.9 for row in rows["decode"])
-
-
-def test_all_layers_share_the_compiled_code():
-    model, _ = random_model("0.5b", SMALL, 64, torch.device("cuda"))
-    ids = imposed.draw_tokens(4096, 4, 64, device="cuda")
-    Subject("0.5b", model, "flat", runner.Gpu()).become(TRITON_COMPILED)
-    with torch.no_grad():
-        first, *layers = model.model.layers
-        hidden, rotary = embed(model, ids)
-        hidden = first(hidden, position_embeddings=rotary)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            for layer in layers:
-                hidden = layer(hidden, position_embeddings=rotary)
-    assert hidden.isfinite().all()
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

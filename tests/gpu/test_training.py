@@ -9,16 +9,15 @@ import sys
 import numpy as np
 import pytest
 import torch
-import yaml
 
 pytest.importorskip("triton")
 
 from tests import fuzz, fuzz_training
 from tests.factories import ops
 from tests.factories.sparse import watched
+from tests.factories.train import series, write_config
 from tests.gpu.test_gpu import LARGE, SEED, large_layer, skewed, some_rows, two_gpus
 from twell import collect_l1, results
-from twell.models import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.sparse import training_ops
 from twell.sparse.layer import SparseFFN
 from twell.sparse.training import SparseTraining
@@ -91,33 +90,6 @@ def test_compiled_by_inductor(gated, path):
         assert torch.equal(a, b)
 
 
-def test_a_step_that_overflows_equals_one_with_large_buffers():
-    """The weights after three steps, bit for bit, whether buffers were too small first or not."""
-    weights = {}
-    for name in ("small", "large"):
-        torch.manual_seed(0)
-        sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 704}
-        sizes |= {"num_hidden_layers": 3, "num_attention_heads": 4}
-        config = SparseLlamaConfig(**sizes, ffn_backend="triton")
-        model = SparseLlamaForCausalLM(config).cuda().train()
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        sparse = SparseTraining(model)
-        sparse.capacity = {"small": sparse.capacities[0], "large": sparse.capacities[-1]}[name]
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            tokens = torch.randint(512, (8, 128), generator=generator).cuda()
-            for _ in sparse.attempts():
-                optimizer.zero_grad()
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-                loss.backward()
-            optimizer.step()
-        assert (sparse.repeated > 0) == (name == "small")
-        weights[name] = [p.detach().clone() for p in model.parameters()]
-    for a, b in zip(*weights.values(), strict=True):
-        assert torch.equal(a, b)
-
-
 def write_text(path):
     """4,000 texts in which each word leaves four choices for the next."""
     random = np.random.default_rng(0)
@@ -152,9 +124,8 @@ SMALL = dict(
 def run_of(config, folder):
     """Losses and mean active neurons at the logged steps of a run."""
     log = results.load_run(train(config, folder, quiet=True))[1]
-    rows = log[log.split == "train"]
-    active = rows[rows.metric == "active_mean"].groupby("step").value.mean()
-    return rows[rows.metric == "cross_entropy"].value.to_numpy(), active.to_numpy()
+    active = series(log, "active_mean").groupby("step").mean()
+    return series(log, "cross_entropy").to_numpy(), active.to_numpy()
 
 
 def test_200_steps_follow_the_dense_ones(tmp_path):
@@ -237,7 +208,7 @@ def test_sharded_over_two_gpus_the_losses_are_those_of_one(tmp_path, compile):
     write_text(tmp_path / "text.jsonl")
     changes = {"tokens": 20 * 8192, "backend": "triton", "compile": compile}
     config = TrainConfig(source=str(tmp_path / "text.jsonl"), **SMALL | changes)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    write_config(config, tmp_path / "config.yaml")
     train(config, tmp_path / "one", quiet=True)
     torch.compiler.reset()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
@@ -248,8 +219,7 @@ def test_sharded_over_two_gpus_the_losses_are_those_of_one(tmp_path, compile):
     subprocess.run([*command, "--out", tmp_path / "two"], env=environment, check=True)
     one, two = (results.load_run(tmp_path / name)[1] for name in ("one", "two"))
     for metric, rtol in {"cross_entropy": 5e-3, "l1": 2e-2, "sparse_layers": 0}.items():
-        rows = [log[(log.metric == metric) & (log.split == "train")] for log in (one, two)]
-        values = [table.set_index(["step", "layer"]).value for table in rows]
+        values = [series(log, metric) for log in (one, two)]
         assert len(values[0]) == 4
         np.testing.assert_allclose(*values, rtol=rtol, err_msg=metric)
     launched = results.load_provenance(tmp_path / "two")["command"]

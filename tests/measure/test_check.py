@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.factories import SEED, measure
-from tests.factories.measure import relative
+from tests.factories.sparse import relative
 from twell.measure import check
 from twell.measure.check import Exact
 from twell.measure.imposed import synthetic_layer

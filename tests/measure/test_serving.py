@@ -14,16 +14,12 @@ LOAD = {"REQUESTS": 3, "SHORTEST": 4, "LONGEST": 40, "NEW_TOKENS": 5}
 SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0}
 
 
-@pytest.fixture(autouse=True)
-def small_load(monkeypatch):
-    for name, value in LOAD.items():
-        monkeypatch.setattr(module, name, value)
-
-
 @pytest.fixture
 def answers(dense_kernels, monkeypatch):
     """Continuous batching that takes SECONDS by backend, half of them to the first tokens."""
     calls = []
+    for name, value in LOAD.items():
+        monkeypatch.setattr(module, name, value)
 
     def generate_batch(model, prompts, generation_config, record_timestamps, **options):
         backend = model.ffns[0].backend

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 import twell
+from tests.factories.measure import active_entries
 from tests.factories.models import make, stock, tokens
 from twell.measure import calibration
 from twell.models import order, sparse_ffns
@@ -13,19 +14,8 @@ from twell.models import order, sparse_ffns
 
 def true_activity(model, x):
     """Active neurons of a token and of blocks of 64 tokens, by layer, from dense activations."""
-    activity, hooks = [], []
-
-    def look(ffn, inputs):
-        g = ffn.activations(inputs[0])[0].reshape(-1, ffn.intermediate_size) != 0
-        unions = g.view(-1, 64, ffn.intermediate_size).any(1)
-        activity.append(tuple(float(one.sum(1).double().mean()) for one in (g, unions)))
-
-    for ffn in sparse_ffns(model):
-        hooks.append(ffn.register_forward_pre_hook(look))
-    with torch.no_grad():
-        model(input_ids=x)
-    [hook.remove() for hook in hooks]
-    return activity
+    layers = [(g, g.unflatten(0, (-1, 64)).any(1)) for g in active_entries(model, x)]
+    return [tuple(float(one.sum(1).double().mean()) for one in pair) for pair in layers]
 
 
 @pytest.mark.parametrize("kind", ["own", "sparsified"])

@@ -5,7 +5,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from tests.factories.models import DEVICE, assert_same, make, needs_triton, step, tokens
+from tests.factories.models import assert_same, make, tokens
+from tests.factories.sparse import DEVICE, triton_here
 from twell.models import SparseLlamaForCausalLM, intervene, load, silence
 from twell.models.llama import CODE
 
@@ -46,19 +47,14 @@ def test_other_layers_survive_saving(tmp_path, changes):
     assert again.config.hidden_act == again.ffns[0].activation == changes.get("hidden_act", "relu")
 
 
-def test_reference_backend_gives_the_same_text_and_gradients():
-    model, x = make().double(), tokens(2, 12)
-    _, dense = step(model, input_ids=x, labels=x)
+def test_the_reference_generates_the_same_text():
+    model, x = make().double().eval(), tokens(2, 4)
+    generated = model.generate(x, max_new_tokens=12, do_sample=False)
     model.set_ffn_backend("reference")
-    _, sparse = step(model, input_ids=x, labels=x)
-    torch.testing.assert_close(sparse, dense, rtol=1e-8, atol=1e-10)
-    model.eval()
-    generated = model.generate(x[:, :4], max_new_tokens=12, do_sample=False)
-    model.set_ffn_backend("dense")
-    assert torch.equal(generated, model.generate(x[:, :4], max_new_tokens=12, do_sample=False))
+    assert torch.equal(generated, model.generate(x, max_new_tokens=12, do_sample=False))
 
 
-@needs_triton
+@triton_here
 def test_triton_is_as_near_to_the_exact_model_as_dense(tmp_path):
     model = make(hidden_size=64, num_hidden_layers=1).half().eval().to(DEVICE)
     model.save_pretrained(tmp_path)

@@ -18,8 +18,7 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 FP32 = {"rtol": 1e-6, "atol": 0}  # cross-entropy is summed in fp32
 
 
-def assert_close(result, expected, **options):
-    torch.testing.assert_close(result, expected, **options)
+assert_close = torch.testing.assert_close
 
 
 def test_loss_is_cross_entropy_plus_l1_in_training_alone():
@@ -209,21 +208,6 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_term():
     model(input_ids=x, labels=x).loss.backward()
 
 
-def test_padding_changes_neither_loss_nor_statistics_nor_gradients():
-    model, x = make().double(), tokens(2, 8)
-    plain, expected = step(model, input_ids=x, labels=x)
-    stats = [ffn.stats.take() for ffn in model.ffns]
-    padded, mask = torch.cat([x, tokens(2, 5)], 1), torch.ones(2, 13).long()
-    mask[:, 8:] = 0
-    labels = padded.masked_fill(mask == 0, -100)
-    other, gradients = step(model, input_ids=padded, attention_mask=mask, labels=labels)
-    assert_close(other.loss, plain.loss, **FP32)
-    assert_close(other.l1, plain.l1)
-    assert_close(gradients, expected, rtol=1e-6, atol=1e-9)
-    for before, ffn in zip(stats, model.ffns, strict=True):
-        assert all(map(torch.equal, before, ffn.stats.take()))
-
-
 def test_with_a_cache_the_tokens_of_the_pass_are_counted():
     model = make(eos_token_id=None).eval()
     model.recording = True
@@ -250,8 +234,6 @@ def test_an_unreadable_mask_is_refused_where_padding_counts(mask):
 
 
 LABEL_SMOOTHING = 0.1
-
-
 ROWS = torch.randint(90, (4, 10), generator=torch.Generator().manual_seed(SEED))
 
 

@@ -60,7 +60,6 @@ class Threshold(Squared):
 
 
 SQUARED = {"up": "c_fc", "down": "c_proj"}
-
 GATED = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
 OWN = [
     (Squared, SQUARED | {"activation": "relu2"}),

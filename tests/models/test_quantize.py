@@ -1,6 +1,5 @@
 """Models with FP8 weights: saved, loaded, and refused where something is missing."""
 
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file

@@ -148,19 +148,6 @@ def test_wide_matrices_every_dtype_and_strides(pack):
     assert_unpacks(packed, dense.t().contiguous())
 
 
-@pytest.mark.parametrize("cls", [TwELL, PackedTwELL])
-def test_a_full_tile_does_not_overflow_and_one_more_does(cls):
-    capacity = 32 if cls is TwELL else 31
-    dense = torch.zeros(3, 300, dtype=torch.bfloat16)
-    dense[0, torch.randperm(256)[:capacity]] = 1
-    dense[1, torch.randperm(256)[: capacity + 1]] = 1
-    dense[1, 299] = 2  # a tile with a free slot, in a row that overflows elsewhere
-    packed = cls.pack(dense)
-    assert packed.overflow.tolist() == [False, True, False]
-    assert packed.counts.tolist() == [[capacity, 0], [capacity + 1, 1], [0, 0]]
-    assert packed.unpack().equal(dense)
-
-
 # --- refusals
 
 EIGHT = torch.ones(2, 8, dtype=torch.bfloat16)

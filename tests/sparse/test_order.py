@@ -5,19 +5,7 @@ import torch
 
 from tests.factories import SEED
 from tests.factories.sparse import make, make_auto, positive, relative, triton_here, watched
-from twell.sparse.observe import Result
 from twell.sparse.order import TokenOrder, similar_side_by_side
-
-
-def test_an_order_is_stable_and_undone():
-    keys = torch.tensor([2, 0, 1, 0, 2])
-    order = TokenOrder.by(keys)
-    assert order.order.tolist() == [1, 3, 2, 0, 4] and order.places.tolist() == [3, 0, 2, 1, 4]
-    rows = torch.randn(5, 3, dtype=torch.float64)
-    assert torch.equal(order.take(rows), rows[order.order])
-    back = order.undo(Result(order.take(rows), order.take(rows).sum(1)))
-    assert torch.equal(back.y, rows) and torch.equal(back.l1, rows.sum(1))
-    assert TokenOrder.by(torch.tensor([], dtype=torch.int64)).order.tolist() == []
 
 
 @pytest.mark.parametrize("training", [False, True])

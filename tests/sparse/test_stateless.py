@@ -8,8 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.factories.models import DEVICE
-from tests.factories.sparse import relative, triton_here
+from tests.factories.sparse import DEVICE, relative, triton_here
 from twell.__main__ import main
 from twell.kernels.options import OPTIONS
 from twell.sparse.stateless import SparseMLP

@@ -3,10 +3,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from tests.factories.sparse import on_cpu
-from tests.factories.train import launch, series, stop_training, stream_config
+from tests.factories.train import launch, series, stop_training, stream_config, write_config
 from tests.kills import differences
 from twell import results
 from twell.sparse import training as sparse_training
@@ -80,7 +79,7 @@ fake.heavy = {9} if os.environ["RANK"] == "1" else set()
 def test_one_of_two_processes_is_enough_to_repeat(tiny_config, tmp_path, kind):
     settings = {"backend": "triton", "tokens": 5 * 512, "micro_batch": 4, "log_every": 1}
     config = dataclasses.replace(tiny_config, **BF16, **settings)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dataclasses.asdict(config)))
+    write_config(config, tmp_path / "config.yaml")
     launch(tmp_path, "heavy", kind, prelude=TWO)
     assert repeated(tmp_path / "heavy") == [0, 0, 1, 1, 1]
     assert not any(repeated(tmp_path / "heavy-expected"))

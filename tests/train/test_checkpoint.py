@@ -113,8 +113,9 @@ def test_a_copy_that_decays_is_the_run_that_ends_there(tiny_config, tmp_path, mo
     # Copies leave no mark on the run, and each is the run that ends at its tokens.
     for tokens, folder in ((5120, "model-at-5120"), (7168, "model-at-7168"), (8192, "model")):
         short = train_changed(config, tmp_path / folder, tokens=tokens, decay_at="3072")
-        weights = [load_file(path / "model.safetensors") for path in (short / "model", whole / folder)]
-        assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+        expected = load_file(whole / folder / "model.safetensors")
+        weights = load_file(short / "model" / "model.safetensors")
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
     validate = Run.validate
 
@@ -219,11 +220,6 @@ MINE = [".env", "notes.txt", "model/notes.txt", ".config.yaml.original"]
 MINE += ["checkpoint-00000001/notes.txt", "checkpoint-mine/state.pt", "checkpoint-00000002"]
 
 
-@pytest.fixture
-def short(tiny_config):
-    return dataclasses.replace(tiny_config, **SHORT)
-
-
 def test_overwrite_deletes_nothing_of_the_users(tiny_config, tmp_path):
     folder, config = tmp_path / "run", dataclasses.replace(tiny_config, checkpoint_every=4)
     folder.mkdir()
@@ -253,7 +249,7 @@ REFUSED = [  # what is in the folder, options, the error and what it names
 
 @pytest.mark.parametrize(("kind", "options", "error", "words"), REFUSED)
 def test_a_folder_that_does_not_fit_is_left_alone(
-    short, tiny_run, tmp_path, kind, options, error, words
+    tiny_config, tiny_run, tmp_path, kind, options, error, words
 ):
     folder = tmp_path / "run"
     if kind == "a config.yaml alone":
@@ -264,10 +260,10 @@ def test_a_folder_that_does_not_fit_is_left_alone(
     if kind.startswith("no "):
         (folder / kind.removeprefix("no ")).unlink()
     before = contents(tmp_path)
-    fields = {name: value for name, value in options.items() if name in vars(short)}
+    fields = {name: value for name, value in options.items() if name in vars(tiny_config)}
     options = {name: value for name, value in options.items() if name not in fields}
     with pytest.raises(error, match=words):
-        train(dataclasses.replace(short, **fields), folder, quiet=True, **options)
+        train(dataclasses.replace(tiny_config, **fields), folder, quiet=True, **options)
     assert contents(tmp_path) == before
     assert kind != "nothing" or not folder.exists()
 
@@ -292,7 +288,8 @@ def test_one_process_trains_and_another_learns_which(tiny_config, tmp_path):
     assert not (tmp_path / "run").exists()  # it was empty
 
 
-def test_a_run_that_was_killed_at_its_start_begins_again(short, tmp_path):
+def test_a_run_that_was_killed_at_its_start_begins_again(tiny_config, tmp_path):
+    short = dataclasses.replace(tiny_config, **SHORT)
     results.write_run(tmp_path / "run", dataclasses.asdict(short), results.provenance())
     train(short, tmp_path / "run", resume=True, quiet=True)
     assert results.load_run(tmp_path / "run")[0]["complete"]
