@@ -3,19 +3,15 @@
 A run is a row of the configurations and many rows of the log, both from `results.load_runs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from twell.tables import last_validation, level_name, logged_layers
-
-if TYPE_CHECKING:
-    import twell
+from twell.trace import Aggregate, Trace
 
 # A layer is dead if fewer than 1 token in 100 activates even one neuron.
 MIN_LAYER_ACTIVE = 0.01
@@ -73,9 +69,7 @@ def described(runs: pd.DataFrame) -> str:
     return ", ".join(words[name](value) for name, value in values.items() if pd.notna(value))
 
 
-def traced_model(
-    trace: twell.Trace | twell.Aggregate, other: twell.Trace | twell.Aggregate | None = None
-) -> str:
+def traced_model(trace: Trace | Aggregate, other: Trace | Aggregate | None = None) -> str:
     """Return the model of a trace in words: its run, layers and L1.
 
     A run or level that the trace lacks is taken from `other`, if its layers are as many and as
@@ -336,14 +330,7 @@ def groups(table: pd.DataFrame, setting: str, at_level: str) -> dict[str, pd.Dat
 
 
 def shared(table: pd.DataFrame) -> pd.DataFrame:
-    """Return in how many models of `findings` each finding holds, and how many are known.
-
-    verdict: "in all", "in none" or "in some"; "one model" where only one is known.
-    """
-    rows = []
-    for name in FINDINGS:
-        known = table[name].dropna().astype(bool)
-        holds, models = int(known.sum()), len(known)
-        verdict = {0: "in none", models: "in all"}.get(holds, "in some")
-        rows.append((name, holds, models, verdict if models > 1 else "one model" * models))
-    return pd.DataFrame(rows, columns=["finding", "holds", "models", "verdict"])
+    """Return in how many models of `findings` each finding holds, and how many are known."""
+    known = {name: table[name].dropna().astype(bool) for name in FINDINGS}
+    rows = [(name, int(holds.sum()), len(holds)) for name, holds in known.items()]
+    return pd.DataFrame(rows, columns=["finding", "holds", "models"])
