@@ -191,7 +191,6 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "cross_entropy_change": "change of cross-entropy (%)",
     "dead_fraction": "dead (%)",
     "dead_fraction_train": "dead (%)",
-    "wanted": "wanted (%)",
     "kl": "divergence (nats)",
     "rise": "rise (nats)",
     "max_over_mean": "busiest / mean",
@@ -218,7 +217,7 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "intermediate_size": "neurons",
     "loss_change": "rise of loss (nats)",
 }
-_SHARES = "active_fraction dead_fraction dead_fraction_train wanted faster_at slower_at"
+_SHARES = "active_fraction dead_fraction dead_fraction_train faster_at slower_at"
 
 
 def _readable_cell(value: Any, decimals: int | None) -> str:
@@ -266,14 +265,11 @@ def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str) -> pd.Da
     return curves[["run", "choice", "l1_coefficient", "step", "tokens", "value"]]
 
 
-def settles_after(curve: pd.DataFrame, within: float = 0.2) -> float:
-    """Return the share of training after which a curve stays within `within` of its last value.
-
-    curve: `training_curves` of one run.
-    """
+def settles_after(curve: pd.DataFrame) -> float:
+    """Return the share of training after which a run's curve stays within 20% of its last value."""
     curve = curve.sort_values("tokens")
     value, tokens = curve["value"].to_numpy(), curve["tokens"].to_numpy()
-    far = np.flatnonzero(np.abs(value - value[-1]) > within * abs(value[-1]))
+    far = np.flatnonzero(np.abs(value - value[-1]) > 0.2 * abs(value[-1]))
     return float(tokens[far[-1] + 1 if len(far) else 0] / tokens[-1])
 
 

@@ -243,10 +243,7 @@ class Keep:
         self.folder, self.titles = folder, titles
 
     def __call__(self, figure: Figure | None, name: str, title: str = "") -> Figure | str:
-        """Save the figure under `name`; None returns the sentence that nothing is recorded.
-
-        title: its message, a sentence.
-        """
+        """Save the figure under `name`; None returns the sentence that nothing is recorded."""
         if figure is None:
             return f"{name} is not drawn: nothing is recorded for it here."
         figure.set_label(name)
