@@ -41,11 +41,6 @@ SOME, OPT = "--tokens 65536,2048,64,1", "--tokens 65536,2048,64,1 --non-gated --
 CALIBRATE = "twell measure calibrate{} --out twell/sparse/default_calibration{}.json".format
 FUZZ = "tests.fuzz --cases {} --seed {} --jobs {{jobs}}{}".format
 CORPUS = "source={corpus}/train valid_source={corpus}/valid.jsonl.xz parse_special=true"
-LEVELS = {level: "{out}/runs/85m-50m-l1-" + level for level in ("0", "1.5e-4", "6e-4")}
-TRAIN = (
-    f"twell train 85m {CORPUS} batch_tokens=32768 micro_batch=32 compile=true valid_every=10000 "
-    "tokens=5e7 learning_rate=1e-3"
-)
 QUALITY = "twell measure quality {} --source {{corpus}}/valid.jsonl.xz --tokens 1048576".format
 LAUNCHER = "accelerate.commands.launch"
 LAUNCH = f"{LAUNCHER} --main_process_port 0 --mixed_precision bf16 --num_processes {{gpus}}"
@@ -58,8 +53,7 @@ MEASURED: dict[str, list[str]] = {
     "layer": [f"{FFN} --tokens 131072,16384"],
     "large-layer": [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"],
     "busy-layer": [f"{FFN} --tokens 131072 --active 100"],
-    "tokens": [f"{FFN} --tokens {FEW},4096,8192,32768,65536"],
-    "fewest": [f"{FFN} --tokens {FEWEST}"],
+    "tokens": [f"{FFN} --tokens {FEWEST},{FEW},4096,8192,32768,65536"],
     "situations": [
         f"{FFN} --mode {mode} --tokens {FEWEST},{FEW}" for mode in ("eager", "compiled")
     ],
@@ -91,8 +85,6 @@ MEASURED: dict[str, list[str]] = {
     "serve-graphs": ["twell measure serve 2b --cuda-graph"],
     "flagship-step": [STEP("0.5b vocab_size=16384 context=1024 micro_batch=64 --active 19")],
     "85m-step": [STEP("85m micro_batch=64 --active 18")],
-    "levels": [f"{TRAIN} l1_coefficient={level} --out {run}" for level, run in LEVELS.items()],
-    "quality": [QUALITY(model) for model in ("data/checkpoints/twell-6m", *LEVELS.values())],
 }
 
 
@@ -126,6 +118,13 @@ def training(name: str) -> list[str]:
         sharded = " ".join(options[: options.index("--num_processes")]) or "--multi_gpu"
         command = f"{LAUNCH} {sharded} -m {command}"
     return [command, f"study.keep {{out}}/runs/{name} --tasks {{tasks}} --out {{out}}/kept"]
+
+
+# Of recorded runs no weights are kept: these are trained again before their quality is measured.
+LEVELS = [f"85m-50m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
+MEASURED["quality"] = [training(run)[0] for run in LEVELS]
+MODELS = "data/checkpoints/twell-6m", *map("{{out}}/runs/{}".format, LEVELS)
+MEASURED["quality"] += map(QUALITY, MODELS)
 
 
 def commands_of(name: str) -> list[str]:

@@ -30,8 +30,6 @@ BATCHES = {
     "reduce-overhead": "1x16 1x512 1x2048",
 }
 
-MODES = {"compiled": None, "reduce-overhead": "reduce-overhead"}  # of torch.compile
-
 
 def pair(gpu: runner.Gpu) -> dict[str, LlamaForCausalLM]:
     """Return a stock model and its sparsified copy."""
@@ -55,7 +53,7 @@ def warm(model: LlamaForCausalLM, mode: str, ids: torch.Tensor) -> runner.Run:
         mask = torch.ones_like(ids)
         call = partial(model.generate, ids, attention_mask=mask, pad_token_id=0, **options)
     elif mode != "eager":
-        compiled = torch.compile(model, dynamic=False, mode=MODES[mode])
+        compiled = torch.compile(model, dynamic=False, mode=None if mode == "compiled" else mode)
         call = partial(compiled, *call.args, **call.keywords)
     runner.repeat([call], 5)
     return call

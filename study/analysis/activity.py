@@ -4,24 +4,20 @@
 "non-zeros". Every stored entry of a trace is active, whatever its value.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import scipy.stats
 
+from twell.trace import Aggregate, Trace
 from twell.trace.neurons import active_entries, correlated_pairs, places
-
-if TYPE_CHECKING:
-    import twell
 
 WHERE = ("right after the word", "elsewhere in sequences with it", "in sequences without it")
 _GROUPS = 8  # sequences or blocks, at least, for an interval
-_COMPRESSIONS = 2, 4, 8, 16
+_MIN_FREQUENCY = 2**-14  # of a token, the paper's filter
 
 
 def _table(**columns: Any) -> pd.DataFrame:
@@ -30,7 +26,7 @@ def _table(**columns: Any) -> pd.DataFrame:
     return pd.DataFrame({n: a.reshape(-1) for n, a in zip(names, arrays, strict=True)})
 
 
-def per_layer(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
+def per_layer(trace: Trace | Aggregate) -> pd.DataFrame:
     """Return mean, median, p99 and max of the active neurons per token, a row a layer (Fig. 6).
 
     dead: the share of neurons that are never active; max_over_mean: the busiest token over the
@@ -49,23 +45,21 @@ def per_layer(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     return table
 
 
-def per_token(
-    trace: twell.Trace | twell.Aggregate, min_frequency: float = 2**-14, min_count: int = 16
-) -> pd.DataFrame:
+def per_token(trace: Trace | Aggregate, min_count: int = 16) -> pd.DataFrame:
     """Return the mean activity of each token of the vocabulary, lowest first (Fig. 7a).
 
-    mean_active is over all occurrences and layers. Tokens below `min_frequency` (the paper's
-    filter) or with fewer than `min_count` occurrences are left out.
+    mean_active is over all occurrences and layers. Rarer tokens are left out: below the paper's
+    filter, or with fewer than `min_count` occurrences.
     """
     token_id, token, count, active = trace.by_token()
     table = pd.DataFrame({"token_id": token_id, "token": token, "count": count})
     table["frequency"] = count / trace.num_tokens
     table["mean_active"] = active / (count * trace.num_layers)
-    table = table[(table["frequency"] >= min_frequency) & (table["count"] >= min_count)]
+    table = table[(table["frequency"] >= _MIN_FREQUENCY) & (table["count"] >= min_count)]
     return table.sort_values(["mean_active", "token_id"], ignore_index=True)
 
 
-def by_position(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
+def by_position(trace: Trace | Aggregate) -> pd.DataFrame:
     """Return the mean activity over layers and sequences at each position, 0 first (Fig. 7b).
 
     n: the number of sequences that reach the position.
@@ -76,7 +70,7 @@ def by_position(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
 
 
 def union_sizes(
-    trace: twell.Trace | twell.Aggregate, blocks: Sequence[int] = (16, 32, 64, 128, 256)
+    trace: Trace | Aggregate, blocks: Sequence[int] = (16, 32, 64, 128, 256)
 ) -> pd.DataFrame:
     """Return the number of different neurons that a block of consecutive tokens activates.
 
@@ -90,9 +84,7 @@ def union_sizes(
 
 
 def tile_overflow(
-    trace: twell.Trace | twell.Aggregate,
-    tile_n: int = 256,
-    compressions: Sequence[int] = _COMPRESSIONS,
+    trace: Trace | Aggregate, tile_n: int = 256, compressions: Sequence[int] = (2, 4, 8, 16)
 ) -> pd.DataFrame:
     """Return the share of tokens with an overflowing tile of TwELL (section 3.2, App. A.1)."""
     rows, _ = trace.overflows(tile_n, compressions)
@@ -101,7 +93,7 @@ def tile_overflow(
     return _table(layer=layer, compression=np.array(compressions), overflow_rows=shares)
 
 
-def kept_activity(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
+def kept_activity(trace: Trace | Aggregate) -> pd.DataFrame:
     """Return the activity that is kept of every model: layer (-1 for all), metric and value.
 
     Metrics of a layer: the columns of `per_layer`, and overflow, the share of tokens with an
@@ -117,21 +109,19 @@ def kept_activity(trace: twell.Trace | twell.Aggregate) -> pd.DataFrame:
     return pd.concat([rows, last], ignore_index=True).round(6)
 
 
-def strongest(aggregate: twell.Aggregate, number: int) -> list[tuple[int, int]]:
+def strongest(aggregate: Aggregate, number: int) -> list[tuple[int, int]]:
     """Return the neurons (layer, neuron) with the largest sums of |h| over all tokens."""
     order = np.argsort(-aggregate.abs_sum, axis=None, kind="stable")[:number]
     return [divmod(place, aggregate.intermediate_size) for place in order.tolist()]
 
 
-def contexts(
-    aggregate: twell.Aggregate, layer: int, neuron: int, kind: str = "top"
-) -> pd.DataFrame:
+def contexts(aggregate: Aggregate, layer: int, neuron: int, kind: str = "top") -> pd.DataFrame:
     """Return the places where a neuron fires, from `trace.places`."""
     columns = ["value", "quantile", "before", "token", "after", "sequence", "position"]
     return pd.DataFrame(places(aggregate, layer, neuron, kind), columns=columns)
 
 
-def around_examples(aggregate: twell.Aggregate) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def around_examples(aggregate: Aggregate) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the tokens around each neuron's examples, and its h there, [L, N, places, window].
 
     Tokens are indices of aggregate.strings, -1 for none; h is in 127ths of the neuron's largest
@@ -147,7 +137,7 @@ def around_examples(aggregate: twell.Aggregate) -> tuple[np.ndarray, np.ndarray,
     return token, aggregate.near, np.isin(near, ends - aggregate.lengths)
 
 
-def tells_apart(aggregate: twell.Aggregate, pattern: str = r"\d") -> pd.DataFrame:
+def tells_apart(aggregate: Aggregate, pattern: str = r"\d") -> pd.DataFrame:
     """Return phi of each neuron, best first: of firing with the tokens that have a pattern.
 
     Over the tokens around the neuron's own examples, as the inspector's search.
@@ -166,7 +156,7 @@ def tells_apart(aggregate: twell.Aggregate, pattern: str = r"\d") -> pd.DataFram
     return table.sort_values("phi", ascending=False, kind="stable", ignore_index=True)
 
 
-def examples(aggregate: twell.Aggregate, layer: int, neuron: int) -> list[pd.DataFrame]:
+def examples(aggregate: Aggregate, layer: int, neuron: int) -> list[pd.DataFrame]:
     """Return the text around each example of a neuron: token, and h over its largest |h|."""
     tokens, values, _ = (some[layer, neuron] for some in around_examples(aggregate))
     strings = np.array(aggregate.strings, dtype=object)
@@ -177,16 +167,13 @@ def examples(aggregate: twell.Aggregate, layer: int, neuron: int) -> list[pd.Dat
     ]
 
 
-def passage(trace: twell.Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
-    """Return activity (mean over layers) and logprob of a sequence's first tokens."""
-    rows = np.flatnonzero(trace.sequence == sequence)[:num_tokens]
-    table = pd.DataFrame({"position": trace.position[rows]})
-    table["token"] = [trace.strings[row] for row in rows]
-    table["active"] = trace.counts()[:, rows].mean(axis=0)
-    return table.assign(logprob=trace.logprob[rows])
+def passage(trace: Trace, sequence: int, num_tokens: int) -> pd.DataFrame:
+    """Return `surprise` of a sequence's first tokens."""
+    table = surprise(trace)
+    return table[table["sequence"] == sequence].head(num_tokens)
 
 
-def firing(trace: twell.Trace, layer: int, start: int, num_tokens: int) -> pd.DataFrame:
+def firing(trace: Trace, layer: int, start: int, num_tokens: int) -> pd.DataFrame:
     """Return the active neurons of consecutive tokens in a layer: place (from 0), token, neuron."""
     active = trace.layer(layer)[start : start + num_tokens]
     place = np.repeat(np.arange(num_tokens), np.diff(active.indptr))
@@ -194,7 +181,7 @@ def firing(trace: twell.Trace, layer: int, start: int, num_tokens: int) -> pd.Da
     return pd.DataFrame({"place": place, "token": words[place], "neuron": active.indices})
 
 
-def together(trace: twell.Trace, layer: int, min_fires: int = 8, top: int = 100) -> pd.DataFrame:
+def together(trace: Trace, layer: int, min_fires: int = 8, top: int = 100) -> pd.DataFrame:
     """Return the pairs of neurons of a layer that fire together most, by falling phi.
 
     both: tokens that activate both; expected: the same if they were independent; phi: their
@@ -212,7 +199,7 @@ def together(trace: twell.Trace, layer: int, min_fires: int = 8, top: int = 100)
     return table[columns].reset_index(drop=True).head(top)
 
 
-def surprise(trace: twell.Trace) -> pd.DataFrame:
+def surprise(trace: Trace) -> pd.DataFrame:
     """Return each token's activity (mean over layers) and surprise, -log p in nats.
 
     next_surprise is of the token after it, which the model predicts here. NaN at the first and the
@@ -246,7 +233,7 @@ def _correlation(n, x, y, xx, yy, xy) -> np.ndarray:
         return (n * xy - x * y) / np.sqrt((n * xx - x * x) * (n * yy - y * y))
 
 
-def surprise_correlation(trace: twell.Trace, block: int = 64) -> pd.DataFrame:
+def surprise_correlation(trace: Trace, block: int = 64) -> pd.DataFrame:
     """Return Spearman's rank correlation of activity and surprise, by layer and for their mean.
 
     Columns: layer (-1: the mean over layers), of ("surprise" or "next_surprise"), n (tokens),
@@ -291,7 +278,7 @@ def neuron_of(specific: pd.DataFrame, word: str) -> tuple[int, int]:
     return int(rows["layer"].iloc[0]), int(rows["neuron"].iloc[0])
 
 
-def around_word(before: twell.Trace, logprob: np.ndarray, word: str) -> pd.DataFrame:
+def around_word(before: Trace, logprob: np.ndarray, word: str) -> pd.DataFrame:
     """Return the rise of the loss (nats a token) in a changed model, by place around a word.
 
     logprob [T]: log probabilities of the changed model. Columns: where (WHERE), tokens, rise, low,
@@ -301,9 +288,7 @@ def around_word(before: twell.Trace, logprob: np.ndarray, word: str) -> pd.DataF
     at = np.flatnonzero(np.array(before.strings, dtype=object) == word)
     if not len(at):
         raise ValueError(f"the token {word!r} does not occur in the text")
-    following = np.zeros(before.num_tokens + 1, bool)
-    following[at + 1] = True
-    following = following[:-1]
+    following = np.isin(np.arange(before.num_tokens), at + 1)
     having = np.isin(before.sequence, before.sequence[at])
     rise = before.logprob.astype(np.float64) - logprob
     rows = []

@@ -63,34 +63,27 @@ def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: in
 
 
 def format_bytes(
-    num_tokens: int,
-    intermediate_size: int,
-    active: Sequence[float],
-    tile_n: int = 256,
-    compressions: Sequence[int] = (8, 4, 2),
-    ell_width: int = 128,
-    spread: float = 1.0,
-    seed: int = 0,
+    num_tokens: int, intermediate_size: int, active: Sequence[float], tile_n: int, ell_width: int
 ) -> pd.DataFrame:
     """Return the bytes of each format by activity, from packing random bf16 matrices (Fig. 1).
 
     active: mean numbers of active neurons. Rows are uneven, as the paper reports them: their means
-    are lognormal with standard deviation `spread` of the logarithm. nbytes is of all tensors,
+    are lognormal, with a standard deviation of 1 of the logarithm. nbytes is of all tensors,
     relative is to dense bf16.
     """
     import torch
 
     from twell.sparse.formats import ELL, Hybrid, PackedTwELL
 
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     shape, rows = (num_tokens, intermediate_size), []
     for mean in active:
-        row_means = generator.lognormal(np.log(mean) - spread**2 / 2, spread, (num_tokens, 1))
+        row_means = generator.lognormal(np.log(mean) - 0.5, 1, (num_tokens, 1))
         mask = generator.random(shape, dtype=np.float32) < row_means / intermediate_size
         dense = torch.from_numpy(mask).bfloat16()
         packed = {"Dense": dense, "ELL": ELL.pack(dense)}
         packed[f"Hybrid, width {ell_width}"] = Hybrid.pack(dense, ell_width)
-        for compression in compressions:
+        for compression in (8, 4, 2):
             packed[f"TwELL, C = {compression}"] = PackedTwELL.pack(dense, tile_n, compression)
         drawn = mask.sum() / num_tokens
         for name, form in packed.items():

@@ -13,12 +13,10 @@ RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return the validations of complete runs over the seconds of training, slowest run first.
 
-    seconds are of training alone, by the logged tokens/s; peak_memory is the run's most bytes;
-    train_last is the cross-entropy on the training text at the end. Raises ValueError when runs
-    differ in more than backend and level.
+    seconds are of training alone, by the logged tokens/s; train_last is the cross-entropy on the
+    training text at the end. Raises ValueError when runs differ in more than backend and level.
     """
-    columns = "run backend l1_coefficient tokens seconds cross_entropy peak_memory train_last"
-    columns = columns.split()
+    columns = ["run", "backend", "tokens", "seconds", "cross_entropy", "train_last"]
     runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
     tables = []
     if len(runs):
@@ -33,35 +31,31 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         valid = rows[(rows["split"] == "valid") & (rows["metric"] == "cross_entropy")]
         table = valid[["tokens", "value"]].rename(columns={"value": "cross_entropy"})
         table["seconds"] = np.interp(table["tokens"], [0, *tokens], [0, *seconds])
-        table["peak_memory"] = rows.loc[rows["metric"] == "peak_memory", "value"].max()
         losses = rows[(rows["split"] == "train") & (rows["metric"] == "cross_entropy")]
         at_end = losses["tokens"] > (1 - _END) * losses["tokens"].max()
         table["train_last"] = losses.loc[at_end, "value"].mean()
-        tables.append(table.assign(**{name: run[name] for name in columns[:3]})[columns])
+        tables.append(table.assign(**{name: run[name] for name in columns[:2]})[columns])
     tables.sort(key=lambda table: -table["seconds"].max())
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
 
 
-def reached(raced: pd.DataFrame, loss: float | None = None) -> pd.DataFrame:
-    """Return the seconds and tokens after which each run of `race` has a loss.
+def reached(raced: pd.DataFrame) -> pd.DataFrame:
+    """Return the seconds and tokens after which each run of `race` reaches the same loss.
 
-    loss: in nats, by default the highest of their last losses, which all reach. Between validations
-    a monotone cubic is drawn. tokens is NaN where the loss is not reached; last is the run's own
-    last loss.
+    It is the highest of their last losses (nats). Between validations a monotone cubic is drawn.
+    last is the run's own last loss.
     """
     last = raced.groupby("run", sort=False)["cross_entropy"].last()
-    rows = []
-    target, by = last.max() if loss is None else loss, ["run", "backend", "l1_coefficient"]
-    for (run, backend, level), table in raced.groupby(by, sort=False):
+    rows, target = [], last.max()
+    for run, table in raced.groupby("run", sort=False):
         tokens, losses = table["tokens"].astype(float), table["cross_entropy"]
-        where = tokens[losses <= target].min()  # NaN for none
+        where = tokens[losses <= target].min()
         if where > tokens.min():
             curve = scipy.interpolate.PchipInterpolator(tokens, losses)
             where = np.append(where, curve.solve(target, False, extrapolate=False)).min()
         seconds = np.interp(where, tokens, table["seconds"])
-        whole = table[["peak_memory", "train_last"]].iloc[0]
-        rows.append((run, backend, level, target, seconds, where, last[run], *whole))
-    columns = [*by, "cross_entropy", "seconds", "tokens", "last", "peak_memory", "train_last"]
+        rows.append((run, target, seconds, where, last[run], table["train_last"].iloc[0]))
+    columns = ["run", "cross_entropy", "seconds", "tokens", "last", "train_last"]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -20,7 +20,6 @@ _LEVEL += ["hidden_weight"]
 ASKED = [*_LEVEL, "fit_tokens", "learning_rate", "tokens", "seed", "sampled_tokens", "samples"]
 _SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
 _COMPUTED = "run path complete device versions commit command compile micro_batch".split()
-ALIKE = 0.05  # relative difference of activity
 # Runs of one pretrained model, without worse learning rates and a lighter first L1.
 STUDENTS = "relufy-* again-* fitted-* hidden-* unfitted-* rate-5e-4-*"
 MANY_TOKENS = 16_384  # tokens of a call, above which a layer's speed hardly depends on them

@@ -3,19 +3,15 @@
 A run is a row of the configurations and many rows of the log, both from `results.load_runs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from twell.tables import last_validation, level_name, logged_layers
-
-if TYPE_CHECKING:
-    import twell
+from twell.trace import Aggregate, Trace
 
 # A layer is dead if fewer than 1 token in 100 activates even one neuron.
 MIN_LAYER_ACTIVE = 0.01
@@ -73,9 +69,7 @@ def described(runs: pd.DataFrame) -> str:
     return ", ".join(words[name](value) for name, value in values.items() if pd.notna(value))
 
 
-def traced_model(
-    trace: twell.Trace | twell.Aggregate, other: twell.Trace | twell.Aggregate | None = None
-) -> str:
+def traced_model(trace: Trace | Aggregate, other: Trace | Aggregate | None = None) -> str:
     """Return the model of a trace in words: its run, layers and L1.
 
     A run or level that the trace lacks is taken from `other`, if its layers are as many and as
@@ -197,7 +191,6 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "cross_entropy_change": "change of cross-entropy (%)",
     "dead_fraction": "dead (%)",
     "dead_fraction_train": "dead (%)",
-    "wanted": "wanted (%)",
     "kl": "divergence (nats)",
     "rise": "rise (nats)",
     "max_over_mean": "busiest / mean",
@@ -224,7 +217,7 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "intermediate_size": "neurons",
     "loss_change": "rise of loss (nats)",
 }
-_SHARES = "active_fraction dead_fraction dead_fraction_train wanted faster_at slower_at"
+_SHARES = "active_fraction dead_fraction dead_fraction_train faster_at slower_at"
 
 
 def _readable_cell(value: Any, decimals: int | None) -> str:
@@ -272,14 +265,11 @@ def training_curves(runs: pd.DataFrame, log: pd.DataFrame, metric: str) -> pd.Da
     return curves[["run", "choice", "l1_coefficient", "step", "tokens", "value"]]
 
 
-def settles_after(curve: pd.DataFrame, within: float = 0.2) -> float:
-    """Return the share of training after which a curve stays within `within` of its last value.
-
-    curve: `training_curves` of one run.
-    """
+def settles_after(curve: pd.DataFrame) -> float:
+    """Return the share of training after which a run's curve stays within 20% of its last value."""
     curve = curve.sort_values("tokens")
     value, tokens = curve["value"].to_numpy(), curve["tokens"].to_numpy()
-    far = np.flatnonzero(np.abs(value - value[-1]) > within * abs(value[-1]))
+    far = np.flatnonzero(np.abs(value - value[-1]) > 0.2 * abs(value[-1]))
     return float(tokens[far[-1] + 1 if len(far) else 0] / tokens[-1])
 
 
@@ -336,14 +326,7 @@ def groups(table: pd.DataFrame, setting: str, at_level: str) -> dict[str, pd.Dat
 
 
 def shared(table: pd.DataFrame) -> pd.DataFrame:
-    """Return in how many models of `findings` each finding holds, and how many are known.
-
-    verdict: "in all", "in none" or "in some"; "one model" where only one is known.
-    """
-    rows = []
-    for name in FINDINGS:
-        known = table[name].dropna().astype(bool)
-        holds, models = int(known.sum()), len(known)
-        verdict = {0: "in none", models: "in all"}.get(holds, "in some")
-        rows.append((name, holds, models, verdict if models > 1 else "one model" * models))
-    return pd.DataFrame(rows, columns=["finding", "holds", "models", "verdict"])
+    """Return in how many models of `findings` each finding holds, and how many are known."""
+    known = {name: table[name].dropna().astype(bool) for name in FINDINGS}
+    rows = [(name, int(holds.sum()), len(holds)) for name, holds in known.items()]
+    return pd.DataFrame(rows, columns=["finding", "holds", "models"])

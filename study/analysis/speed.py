@@ -152,10 +152,12 @@ def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     return table[distance <= nearest].reset_index(drop=True)
 
 
-def near_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
-    """Return the rows at the level within 20% of `active` that is nearest to it, by ratio."""
-    distance = np.log(table["active"].where(table["active"] > 0) / active).abs()
-    return table[(distance <= distance.min() + SAME_ACTIVE) & (distance < np.log(1.2))]
+def near_level(
+    table: pd.DataFrame, level: float, column: str = "active", within: float = 1.2
+) -> pd.DataFrame:
+    """Return the rows at the level nearest to `level`, if their ratio is at most `within`."""
+    distance = np.log(table[column].where(table[column] > 0) / level).abs()
+    return table[(distance <= distance.min() + SAME_ACTIVE) & (distance <= np.log(within))]
 
 
 def by_case(table: pd.DataFrame) -> pd.DataFrame:
@@ -251,9 +253,7 @@ def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
 
 def layers_at(table: pd.DataFrame, level: float) -> pd.DataFrame:
     """Return the nearest level of `layer_contributions`, if its ratio is at most 2."""
-    distance = np.log(table["level"] / level).abs()
-    near = (distance == distance.min()) & (distance <= np.log(2))
-    return table[near].reset_index(drop=True)
+    return near_level(table, level, "level", 2)
 
 
 def correlation(table: pd.DataFrame) -> float:

@@ -264,24 +264,22 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return dense and sparse models of the recipe, a row a size, rising (section 4.2).
 
     Sparse is at the level of L1 of most sizes, the lowest of equals; sizes without a run there are
-    left out. cross_entropy_dense and dense_runs are at L1 = 0, change is in %.
+    left out. dense_runs are at L1 = 0, of which change is in %.
     """
     size = ["parameters", "tokens", "num_layers", "hidden_size", "intermediate_size"]
-    own = ["runs", "cross_entropy", "active", "active_fraction", "dead_fraction_train", "status"]
+    own = ["runs", "active", "active_fraction", "cross_entropy_change"]
     rows = []
     if len(runs):
         runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
         sparse = runs[runs["l1_coefficient"] > 0].drop_duplicates(["l1_coefficient", *size])
         level = sparse["l1_coefficient"].mode().min()  # NaN without any
         for key, some in runs.groupby(size):
-            by_level = levels(sweep(some, log)).set_index("l1_coefficient")
+            by_level = levels(sweep(some, log)).set_index("l1_coefficient").astype(object)
             if level in by_level.index:
-                dense = by_level["cross_entropy"].get(0.0, np.nan)
-                number = by_level["runs"].get(0.0, 0)
-                rows.append((*key, level, *by_level.loc[level, own], dense, number))
-    columns = [*size, "l1_coefficient", *own, "cross_entropy_dense", "dense_runs"]
-    table = pd.DataFrame(rows, columns=columns)
-    return table.assign(change=100 * (table["cross_entropy"] / table["cross_entropy_dense"] - 1))
+                dense_runs = by_level["runs"].get(0.0, 0)
+                rows.append((*key, level, *by_level.loc[level, own], dense_runs))
+    table = pd.DataFrame(rows, columns=[*size, "l1_coefficient", *own, "dense_runs"])
+    return table.rename(columns={"cross_entropy_change": "change"})
 
 
 def paper_sizes(paper: pd.DataFrame) -> pd.DataFrame:

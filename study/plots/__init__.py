@@ -1,6 +1,6 @@
-"""One function a figure: tables of study.analysis in, a Figure out, which `save` writes.
+"""One function a figure: tables of study.analysis in, a Figure out, which `Keep` saves.
 
-    base      style, colours, captions and legends; `save` and `Keep`
+    base      style, colours, captions and legends; `Keep`
     formats   the formats (Fig. 1)
     training  sweeps, choices, sizes, tokens and races (Figs 2, 3, 8, 9); pretrained models
     activity  layers, tokens and neurons (Figs 6, 7)

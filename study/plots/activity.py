@@ -2,7 +2,6 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
@@ -32,8 +31,9 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
         "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=base.SPARSE),
         "busiest token": ax.scatter(layer, shown["max"], 18, "white", marker="^", **dots),
     }
-    _decades(ax, shown["mean"].min(), shown["max"].max())
-    ax.set(xlabel="layer", ylabel="active neurons per token")
+    ax.set(xlabel="layer", ylabel="active neurons per token", yscale="log")
+    ax.set_ylim(0.6 * shown["mean"].min(), 1.6 * shown["max"].max())
+    base.plain(ax.yaxis)
     ax.set_xticks(layer[:: max(1, len(layer) // 10)])
     ax.grid(False, axis="x")
     base.legend(figure, "lower center", entries, ncols=2, labelspacing=0.3)
@@ -41,12 +41,6 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
         figure, base.sentence(about), "Grey lines reach from the mean to the busiest token."
     )
     return figure
-
-
-def _decades(ax: Axes, low: float, high: float) -> None:
-    """A logarithmic axis of active neurons with some room around its values."""
-    ax.set(yscale="log", ylim=(0.6 * low, 1.6 * high))
-    base.plain(ax.yaxis)
 
 
 def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> Figure:

@@ -1,4 +1,4 @@
-"""What all figures share: a style, colours, notes, legends and axes, and `save`.
+"""What all figures share: a style, colours, notes, legends and axes, and `Keep`, which saves them.
 
 Every figure is built without pyplot. The same inputs give the same bytes.
 """
@@ -6,7 +6,6 @@ Every figure is built without pyplot. The same inputs give the same bytes.
 import io
 import re
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -87,6 +86,10 @@ def level_colours(levels: Iterable[float]) -> dict[float, tuple | str]:
 def in_fp8(color: str | tuple) -> tuple:
     """The darker shade of a colour that stands for the same in FP8."""
     return tuple(0.5 * channel for channel in mpl.colors.to_rgb(color))
+
+
+SIDES = {"dense": DENSE, "sparse": SPARSE}  # of `analysis.fastest`, and their colours
+SIDES |= {f"{side} FP8": in_fp8(colour) for side, colour in SIDES.items()}
 
 
 def note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Annotation:
@@ -228,16 +231,6 @@ def png(figure: Figure, dpi: int = _DPI) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure: Figure, path: str | Path) -> Path:
-    """Write a figure as PNG (200 dpi), whole or not at all; path: without suffix. Return its path.
-
-    The same figure gives the same bytes.
-    """
-    picture = Path(f"{path}.png")
-    results.write_atomically(picture, png(figure))
-    return picture
-
-
 class Keep:
     """Saves the figures of a notebook in a folder, or nowhere.
 
@@ -250,17 +243,14 @@ class Keep:
         self.folder, self.titles = folder, titles
 
     def __call__(self, figure: Figure | None, name: str, title: str = "") -> Figure | str:
-        """Save the figure under `name`; None returns the sentence that nothing is recorded.
-
-        title: its message, a sentence.
-        """
+        """Save the figure under `name`; None returns the sentence that nothing is recorded."""
         if figure is None:
             return f"{name} is not drawn: nothing is recorded for it here."
         figure.set_label(name)
         if title and self.titles:
             draw_title(figure, title, getattr(figure, "conditions", ""))
         if self.folder is not None:
-            save(figure, results.root() / self.folder / name)
+            results.write_atomically(results.root() / self.folder / f"{name}.png", png(figure))
         if getattr(figure, "caption", ""):
             draw_caption(figure)
         return figure

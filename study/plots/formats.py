@@ -23,7 +23,8 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
     """Draw a small matrix in each format, from `analysis.format_cells`; colours are tiles."""
     names = [["Dense", "TwELL"], ["ELL", "Hybrid"]]
     panels = dict(list(cells.groupby("format")))
-    heights = {name: _height(panel) for name, panel in panels.items()}
+    parts = {name: panel.groupby("part")["row"].max() for name, panel in panels.items()}
+    heights = {name: (last + 2).sum() for name, last in parts.items()}  # with a gap below each
     rows = [max(heights[name] for name in row) for row in names]
     width = cells["slot"].max() + 3.5
     figure, axes = base.subplots(
@@ -45,11 +46,6 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
         "is stored densely as an overflow row or backup row.",
     )
     return figure
-
-
-def _height(panel: pd.DataFrame) -> int:
-    """Rows of a panel, with a gap below each of its parts."""
-    return (panel.groupby("part")["row"].max() + 2).sum()
 
 
 def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:

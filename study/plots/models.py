@@ -275,19 +275,16 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ends = {"gain": "speedup", "low": "speedup_low", "high": "speedup_high"}
     gains = {name: 100 * (table[column] - 1) for name, column in ends.items()}
     table = table.assign(x=table["batch"].map(batches.index), **gains).sort_values("x")
-    sides, tuned = analysis.fastest(table[~table["tuned"]]), table[table["tuned"]]
-    auto = table[(table["provider"] == AUTO) & ~table["tuned"]]
+    plain, tuned = table[~table["tuned"]], table[table["tuned"]]
+    tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name]
+    sides = dict(list(analysis.fastest(plain).groupby("side")))
     fp8 = {"marker": "o", "mfc": "white", "linestyle": "--"}
     lines = {
-        "sparse FP8": (sides[sides["side"] == "sparse FP8"], base.in_fp8(base.SPARSE), fp8),
-        "sparse": (sides[sides["side"] == "sparse"], base.SPARSE, {"marker": "o"}),
-        "dense FP8": (sides[sides["side"] == "dense FP8"], base.in_fp8(base.DENSE), fp8),
-        "sparse, tuned": (
-            tuned[tuned["provider"] == providers.TRITON_COMPILED.name],
-            base.SPARSE,
-            {"marker": "s", "mfc": "white", "linestyle": ""},
-        ),
-        "auto": (auto, base.AUTO, _MARK | {"linestyle": ""}),
+        "sparse FP8": (sides.get("sparse FP8", ()), base.SIDES["sparse FP8"], fp8),
+        "sparse": (sides.get("sparse", ()), base.SPARSE, {"marker": "o"}),
+        "dense FP8": (sides.get("dense FP8", ()), base.SIDES["dense FP8"], fp8),
+        "sparse, tuned": (tuned, base.SPARSE, {"marker": "s", "mfc": "white", "linestyle": ""}),
+        "auto": (plain[plain["provider"] == AUTO], base.AUTO, _MARK | {"linestyle": ""}),
     }
     figure, ax = base.panel(base.COLUMN, 2.8)
     context = table["context"].iloc[0]
@@ -316,10 +313,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
 
 
 def overview(
-    activity: pd.DataFrame,
-    neurons: int,
-    layers: pd.DataFrame,
-    scale: pd.DataFrame,
+    activity: pd.DataFrame, neurons: int, layers: pd.DataFrame, scale: pd.DataFrame
 ) -> Figure:
     """Draw three panels: which neurons fire, the time of one layer, and the gain of whole models.
 
@@ -362,11 +356,9 @@ def _firing(ax: Axes, activity: pd.DataFrame, neurons: int) -> None:
 def _layer_times(ax: Axes, layers: pd.DataFrame) -> None:
     """Draw the times of the sides of a layer."""
     times = layers.set_index("side")["p50"]
-    drawn = [side for side in ("dense", "sparse", "dense FP8", "sparse FP8") if side in times]
+    drawn = [side for side in base.SIDES if side in times]
     for place, side in enumerate(drawn):
-        colour = base.SPARSE if side.startswith("sparse") else base.DENSE
-        colour = base.in_fp8(colour) if side.endswith("FP8") else colour
-        ax.bar(place, times[side], 0.7, color=colour)
+        ax.bar(place, times[side], 0.7, color=base.SIDES[side])
         base.note(ax, f"{times[side]:.1f}", (place, times[side]), (0, 2), ha="center")
     ax.set_xticks(range(len(drawn)), [side.replace(" ", "\n") for side in drawn], rotation=90)
     ax.set(ylabel="time (ms)", ylim=(0, 1.15 * times["dense"]))

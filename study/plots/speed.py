@@ -82,7 +82,8 @@ def _speed_legend(figure: Figure, names: Iterable[str], styles: dict | None = No
 
 def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame) -> None:
     """Mark at how many active neurons lines fall below 1; numbers stand where no line goes."""
-    falls = crossovers[crossovers["crossover"].notna()].sort_values("crossover")
+    falls = crossovers[crossovers["provider"].isin(PROVIDERS)].dropna(subset="crossover")
+    falls = falls.sort_values("crossover")
     for place, row in enumerate(falls.itertuples()):
         colour = PROVIDERS[row.provider][0]
         look = {"marker": "|", "markersize": 8, "markeredgewidth": 1.2, "zorder": 4}
@@ -100,10 +101,6 @@ def _of_paths(table: pd.DataFrame) -> tuple[list[str], pd.DataFrame]:
     return names, rows.assign(line=rows["tokens"])
 
 
-def _of_pattern(patterns: Iterable[str]) -> str:
-    return " ".join(_PATTERNS[pattern] for pattern in patterns)
-
-
 def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw speed-up over dense torch.compile by active neurons, a panel a batch size and pattern.
 
@@ -116,12 +113,11 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     figure, axes = base.subplots(
         base.PAGE, 0.9 + 1.6 * len(sizes), *shape, sharex=True, sharey=True
     )
-    falls = crossovers[crossovers["provider"].isin(PROVIDERS)]
     for tokens, panels in zip(sizes, axes, strict=True):
         for pattern, ax in zip(patterns, panels, strict=True):
             some, marked = (
                 every[(every["tokens"] == tokens) & (every["pattern"] == pattern)]
-                for every in (rows, falls)
+                for every in (rows, crossovers)
             )
             _speed_lines(ax, some, "active")
             _mark_crossovers(ax, marked)
@@ -135,7 +131,7 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     figure.conditions = f"{_layer(table)}, forward"
     _speed_legend(figure, names)
     commits = f"Points are of {rows['commit'].nunique()} commits."
-    base.caption(figure, _of_pattern(patterns), _CROSSED, commits, base.measured())
+    base.caption(figure, *map(_PATTERNS.get, patterns), _CROSSED, commits, base.measured())
     return figure
 
 
@@ -145,15 +141,15 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     table: `analysis.training_speedups` of one layer in one mode, with up to three batch sizes;
     crossovers: `analysis.crossovers` of it.
     """
+    table = table[table["pattern"].isin(_PATTERNS)]
     names, rows = _of_paths(table)
     sizes = sorted(rows["tokens"].unique(), reverse=True)
     patterns = sorted(table["pattern"].unique(), reverse=True)
     styles = dict(zip(sizes, STYLES, strict=False))
     size = base.PAGE, 0.9 + 1.75 * len(patterns)
     figure, axes = base.subplots(*size, len(patterns), 2, sharex=True, sharey="col")
-    falls = crossovers[crossovers["provider"].isin(PROVIDERS)]
     for pattern, (left, right) in zip(patterns, axes, strict=True):
-        some, marked = (every[every["pattern"] == pattern] for every in (rows, falls))
+        some, marked = (every[every["pattern"] == pattern] for every in (rows, crossovers))
         _speed_lines(left, some, "active", styles)
         _mark_crossovers(left, marked)
         _lines(right, some, "active", "held_share", styles)
@@ -169,7 +165,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     _speed_legend(figure, names, styles)
     terms = "Held: bytes that forward keeps for backward. "
     terms += f"Points are of {rows['commit'].nunique()} commits."
-    base.caption(figure, _of_pattern(patterns), terms, _CROSSED, base.measured())
+    base.caption(figure, *map(_PATTERNS.get, patterns), terms, _CROSSED, base.measured())
     return figure
 
 
@@ -207,7 +203,7 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     low, high = rows["active"].min(), rows["active"].max()
     base.caption(
         figure,
-        _of_pattern([pattern]),
+        _PATTERNS[pattern],
         f"Each panel is of one commit; {low:.3g} to {high:.3g} neurons are active.",
         "In the panels but the separate calls, 8 sets of weights take turns." * (len(ways) > 1),
         "Eager calls are beside the faster one of compiled and uncompiled dense.",
@@ -253,14 +249,6 @@ def _short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens >= 1024 else f"{tokens}"
 
 
-_SIDES = {  # of a layer or model: name and colour
-    "dense": ("dense bf16", base.DENSE),
-    "sparse": ("sparse bf16", base.SPARSE),
-    "dense FP8": ("dense FP8", base.in_fp8(base.DENSE)),
-    "sparse FP8": ("sparse FP8", base.in_fp8(base.SPARSE)),
-}
-
-
 def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame) -> Figure:
     """Draw the speed of bf16 and FP8 over dense bf16, and apart from it what FP8 costs.
 
@@ -270,28 +258,28 @@ def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame)
     tables = [table for table in (layer, model) if len(table)]
     figure, (row,) = base.subplots(base.PAGE, 2.2, 1, len(tables) + 1, sharey=True)
     *speeds, ax = row
-    y, colours = np.arange(len(_SIDES)), [colour for _, colour in _SIDES.values()]
+    sides, y = list(base.SIDES), np.arange(len(base.SIDES))
     for panel, table in zip(speeds, tables, strict=True):
-        speed = table.set_index("side")["speedup"].reindex(_SIDES)
-        panel.barh(y, speed, 0.7, color=colours)
+        speed = table.set_index("side")["speedup"].reindex(sides)
+        panel.barh(y, speed, 0.7, color=base.SIDES.values())
         for place, value in zip(y, speed, strict=True):
             base.note(panel, f"{value:.2f}", (value, place), (3, 0), va="center")
         model = table["model"].iloc[0] if "model" in table else ""
         panel.set_title(f"{base.model_name(model)} model" if model else "one layer", loc="left")
         panel.set(xlim=(0, 1.3 * speed.max()), xlabel="speed over dense bf16")
         panel.grid(False, axis="y")
-    for place, (side, colour) in zip(y, zip(_SIDES, colours, strict=True), strict=True):
+    for place, (side, colour) in enumerate(base.SIDES.items()):
         rows = quality[quality["side"].isin([side, "dense"] if side == "sparse" else [side])]
         ends = 1e3 * np.abs(rows[["low", "high"]].to_numpy().T - rows["difference"].to_numpy())
         places = place + np.linspace(-0.25, 0.25, len(rows))
         ax.errorbar(1e3 * rows["difference"], places, xerr=ends, fmt="o", ms=4, color=colour)
     smallest = quality[quality["parameters"] == quality["parameters"].min()]
-    for row in smallest[smallest["side"].isin([*_SIDES][2:])].itertuples():
-        place = [*_SIDES].index(row.side) - 0.25
+    for row in smallest[smallest["side"].isin(sides[2:])].itertuples():
+        place = sides.index(row.side) - 0.25
         base.note(ax, f"{row.parameters / 1e6:.0f} M", (1e3 * row.difference, place), (4, 3))
     ax.set_title("cross-entropy", loc="left")
     ax.set(xlabel="rise (0.001 nats)", xlim=(-0.3, 1.35e3 * smallest["high"].iloc[1]))
-    base.row_names(ax, y, [name for name, _ in _SIDES.values()])
+    base.row_names(ax, y, [side if "FP8" in side else f"{side} bf16" for side in sides])
     figure.conditions = f"{layer['device'].iloc[0]}; {layer['tokens'].iloc[0]:,} tokens in a call"
     sizes = ", ".join(f"{size / 1e6:.0f} M" for size in quality["parameters"].unique())
     levels = " and ".join(f"{table['active'].iloc[0]:.0f}" for table in tables)

@@ -24,11 +24,6 @@ def _number(runs: pd.Series) -> str:
     return f"{base.number_range(runs)} run{'s' if runs.max() > 1 else ''}"
 
 
-def _runs_a_level(table: pd.DataFrame) -> str:
-    number = _number(table.groupby("l1_coefficient")["run"].nunique())
-    return f"{number} a level.".replace("1 run ", "One run ")
-
-
 def _level_lines(ax: Axes, curves: pd.DataFrame, window: int = 1) -> None:
     """Draw a line a run, coloured by its L1; the running mean over `window` points."""
     colours = base.level_colours(curves["l1_coefficient"])
@@ -71,7 +66,9 @@ def fig02_training_curves(curves: dict[str, pd.DataFrame], window: int, about: s
     base.legend(figure, "lower center", keys, ncols=3)
     silent = f"A dead neuron was silent for {window:,} tokens."
     smoothed = "Cross-entropy is on the training text, as running means over 5% of a run."
-    base.caption(figure, base.sentence(about), _runs_a_level(loss), smoothed, silent)
+    number = _number(loss.groupby("l1_coefficient")["run"].nunique())
+    runs = f"{number} a level.".replace("1 run ", "One run ")
+    base.caption(figure, base.sentence(about), runs, smoothed, silent)
     return figure
 
 
