@@ -161,6 +161,13 @@ def load(pointers, inside, EVEN):
 
 
 @triton.jit
+def put(ptr, place, value, inside=None):
+    """Stores fp32 values, rounded to the type that the pointer has; nothing where it is None."""
+    if ptr is not None:
+        tl.store(ptr + place, narrow(value, ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def add_activity(activity_ptr, first, M, entries, in_unions):
     """Adds one program's counts to `activity`; the `first` program adds the tokens and blocks."""
     if first:

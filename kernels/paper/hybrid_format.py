@@ -308,19 +308,18 @@ def hybrid_marks_kernel(place_ptr, indices_ptr, dense_ptr, marks_ptr, N):
     token = tl.program_id(0)
     place = tl.load(place_ptr + token)
     marks_ptr += (token // 32).to(tl.int64) * N
+    bit = 1 << (token % 32)
     if place >= 0:
         slots = tl.arange(0, ELL_WIDTH)
         neurons = tl.load(
             indices_ptr + token.to(tl.int64) * ELL_WIDTH + slots, mask=slots < place, other=0
         ).to(tl.int32)
-        bits = tl.zeros((ELL_WIDTH,), tl.int32) + (1 << (token % 32))
-        tl.atomic_or(marks_ptr + (neurons & 0xFFFF), bits, mask=slots < place, sem="relaxed")
+        tl.atomic_or(marks_ptr + (neurons & 0xFFFF), bit, mask=slots < place, sem="relaxed")
     else:
         for start in range(0, N, 1024):
             neurons = start + tl.arange(0, 1024)
             g = tl.load(dense_ptr + (~place).to(tl.int64) * N + neurons, mask=neurons < N, other=0)
-            bits = tl.zeros((1024,), tl.int32) + (1 << (token % 32))
-            tl.atomic_or(marks_ptr + neurons, bits, mask=g != 0, sem="relaxed")
+            tl.atomic_or(marks_ptr + neurons, bit, mask=g != 0, sem="relaxed")
 
 
 @direct
