@@ -99,9 +99,9 @@ def of_up(u, ACT):
 
 
 @triton.jit
-def hidden(g, u, threshold, dtype, ACT):
-    """h in fp32 of the projections' results in fp32; without a gate u is None."""
-    h = of_gate(rectified(g, threshold), dtype, ACT)
+def hidden(g, u, dtype, ACT):
+    """h of g and of the other projection's result u, all in fp32; without a gate u is None."""
+    h = of_gate(g, dtype, ACT)
     if u is not None:
         h *= of_up(u, ACT)
     return h

@@ -87,11 +87,6 @@ def token_lists_kernel(
         place += 1
 
 
-@triton.jit
-def _or(a, b):
-    return a | b
-
-
 @direct
 @triton.jit(do_not_specialize=["M"])
 def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.constexpr):
@@ -100,7 +95,7 @@ def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.conste
     place = tl.arange(0, WORDS)
     inside = (rows < M)[:, None] & (place < tl.cdiv(N, 32))[None, :]
     bits = tl.load(bits_ptr + rows[:, None] * stride + place[None, :], mask=inside, other=0)
-    union = tl.sum(popcount(tl.reduce(bits, 0, _or)), 0)
+    union = tl.sum(popcount(tl.reduce_or(bits, 0)), 0)
     add_activity(activity_ptr, tl.program_id(0) == 0, M, tl.sum(popcount(bits)), union)
 
 

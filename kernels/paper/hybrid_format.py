@@ -41,15 +41,6 @@ NEURON_ROWS = 4
 WORKSPACE_BYTES = 2**30
 
 
-class Lists(NamedTuple):
-    """The tokens' lists, as kernels read them: place [M] int32; indices, g, u [M, ELL_WIDTH]."""
-
-    place: Tensor
-    indices: Tensor
-    g: Tensor
-    u: Tensor
-
-
 class Backup(NamedTuple):
     """Backup rows: the owner of each [num_rows] int32, and the owners that need one [1] int32."""
 
@@ -74,9 +65,9 @@ class HybridSaved(NamedTuple):
     dense_g: Tensor
     dense_u: Tensor
 
-    def lists(self, dtype: torch.dtype) -> Lists:
-        """The lists, their values in the storage type."""
-        return Lists(self.place, self.indices, self.g.view(dtype), self.u.view(dtype))
+    def lists(self, dtype: torch.dtype) -> HybridSaved:
+        """The same with the lists' values in the storage type."""
+        return self._replace(g=self.g.view(dtype), u=self.u.view(dtype))
 
     def backup(self) -> Backup:
         """The owners of the backup rows."""
