@@ -117,6 +117,15 @@ def through_gate(gradient, g, ACT):
 
 
 @triton.jit
+def tile_of(number, num_row_tiles, num_column_tiles, GROUP):
+    """Row and column of a tile by its number, in columns of GROUP row tiles."""
+    per_group = GROUP * num_column_tiles
+    first = number // per_group * GROUP
+    height = tl.minimum(num_row_tiles - first, GROUP)
+    return first + number % per_group % height, number % per_group // height
+
+
+@triton.jit
 def scaled(acc, x_scale_ptr, w_scale_ptr, tokens, neurons, M, N, BY_NEURON):
     """acc times the scales of its tokens and neurons, 0 outside; unchanged without scales."""
     if x_scale_ptr is not None:

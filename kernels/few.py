@@ -49,9 +49,10 @@ from twell.kernels.common import (
     next_power_of_2,
     round_up,
     scaled,
+    tile_of,
     with_bias,
 )
-from twell.kernels.gate import tile_of, tile_product
+from twell.kernels.gate import tile_product
 from twell.kernels.launch import MAX_CASES, descriptor, direct
 from twell.kernels.options import GATE_GROUP, launches_dependents, options_by_tokens
 from twell.kernels.union import add_listed, listed_hidden, listed_product, store_output

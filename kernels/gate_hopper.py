@@ -8,7 +8,7 @@ rows of a tile. Rows are neurons and columns tokens, or by tokens the other way 
     consumers       multiply 0 | multiply 1, store 0 | multiply 2, store 1 | ...
 
 A ring of STAGES buffers holds the operands. Step i of a program uses buffer i % STAGES, for the
-time i // STAGES. Two kinds of barriers guard the ring. A barrier goes through phases; phase t completes:
+time i // STAGES. Two kinds of barriers guard the ring, and go through phases. Phase t completes:
 
     full[s]     when the operands of time t lie in buffer s: the consumers wait for that
     empty[s]    when both consumers have read buffer s at time t: the loader fills it for t + 1 then
@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from twell.kernels.gate import tile_of
+from twell.kernels.common import tile_of
 from twell.kernels.launch import descriptor, direct
 
 # Registers a thread, of 65,536 in all: the accumulators need many, the loader hardly any.
