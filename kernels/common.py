@@ -99,9 +99,9 @@ def of_up(u, ACT):
 
 
 @triton.jit
-def hidden(g, u, threshold, dtype, ACT):
-    """h in fp32 of the projections' results in fp32; without a gate u is None."""
-    h = of_gate(rectified(g, threshold), dtype, ACT)
+def hidden(g, u, dtype, ACT):
+    """h of g and of the other projection's result u, all in fp32; without a gate u is None."""
+    h = of_gate(g, dtype, ACT)
     if u is not None:
         h *= of_up(u, ACT)
     return h
@@ -114,6 +114,15 @@ def through_gate(gradient, g, ACT):
         return gradient * (2 * g)
     else:
         return gradient
+
+
+@triton.jit
+def tile_of(number, num_row_tiles, num_column_tiles, GROUP):
+    """Row and column of a tile by its number, in columns of GROUP row tiles."""
+    per_group = GROUP * num_column_tiles
+    first = number // per_group * GROUP
+    height = tl.minimum(num_row_tiles - first, GROUP)
+    return first + number % per_group % height, number % per_group // height
 
 
 @triton.jit
@@ -158,6 +167,13 @@ def load(pointers, inside, EVEN):
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=inside, other=0.0)
+
+
+@triton.jit
+def put(ptr, place, value, inside=None):
+    """Stores fp32 values, rounded to the type that the pointer has; nothing where it is None."""
+    if ptr is not None:
+        tl.store(ptr + place, narrow(value, ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

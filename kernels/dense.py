@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.kernels.common import cdiv, hidden, narrow
+from twell.kernels.common import cdiv, hidden, narrow, rectified
 from twell.kernels.float8 import quantize, quantized
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options
@@ -40,11 +40,11 @@ def relu_times_kernel(g_ptr, u_ptr, threshold, size, ACT: tl.constexpr, BLOCK: t
     # M x N may exceed 32 bits: 2^20 tokens of 5,632 neurons do.
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
-    g = tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    g = rectified(tl.load(g_ptr + place, mask=inside, other=0.0).to(tl.float32), threshold)
     u = None
     if u_ptr is not None:
         u = tl.load(u_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(g_ptr + place, narrow(hidden(g, u, threshold, dtype, ACT), dtype), mask=inside)
+    tl.store(g_ptr + place, narrow(hidden(g, u, dtype, ACT), dtype), mask=inside)
 
 
 def relu_times(g: Tensor, u: Tensor | None, act: Activation = RELU) -> Tensor:

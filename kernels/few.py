@@ -49,12 +49,13 @@ from twell.kernels.common import (
     next_power_of_2,
     round_up,
     scaled,
+    tile_of,
     with_bias,
 )
-from twell.kernels.gate import tile_of, tile_product
+from twell.kernels.gate import tile_product
 from twell.kernels.launch import MAX_CASES, descriptor, direct
 from twell.kernels.options import GATE_GROUP, launches_dependents, options_by_tokens
-from twell.kernels.union import add_listed, hidden, listed_product, store_output
+from twell.kernels.union import add_listed, listed_hidden, listed_product, store_output
 from twell.sparse.activations import Weights
 
 MAX_TOKENS = 512
@@ -198,7 +199,7 @@ def few_up_kernel(
         if not EARLY:
             g = tl.load(g_ptrs).to(tl.float32)
         dtype: tl.constexpr = h_ptr.dtype.element_ty
-        h = narrow(hidden(g, u, places, total, dtype, ACT), dtype)
+        h = narrow(listed_hidden(g, u, places, total, dtype, ACT), dtype)
         before = tl.sum(tl.where(segments < segment, counts, 0), 0)
         at = base + before + places
         of_part = part * TM + tl.arange(0, TM)[None, :]
@@ -280,11 +281,10 @@ def make_plan(num_tokens: int, intermediate_size: int, device: torch.device) -> 
     tiles = cdiv(num_segments, up["JOIN"]) * cdiv(up["JOIN"] * gate["BN"], up["BN"])
     num_programs = num_blocks * tiles * (block // up["TM"])
     size = next_power_of_2(num_segments)
-    shared: dict[str, int] = dict(BLOCK=block, SEGMENTS=size, PDL=False)
-    gate |= dict(GROUP=GATE_GROUP, BM=block, PDL=False)
-    if launches_dependents(num_tokens, device):
-        shared |= dict(PDL=True, launch_pdl=True)
-        gate |= dict(PDL=True, launch_pdl=True)
+    overlap = launches_dependents(num_tokens, device)
+    launch = dict(PDL=True, launch_pdl=True) if overlap else dict(PDL=False)
+    shared = dict(BLOCK=block, SEGMENTS=size, **launch)
+    gate |= dict(GROUP=GATE_GROUP, BM=block, **launch)
     up |= dict(SEGMENT=gate["BN"], STEP=down["BK"], **shared)
     return Plan(block, num_blocks, num_segments, width, num_programs, gate, up, down | shared)
 

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import INTERPRETED, hidden, narrow, next_power_of_2, on_device
+from twell.kernels.common import INTERPRETED, hidden, narrow, next_power_of_2, on_device, rectified
 from twell.kernels.launch import direct
-from twell.kernels.options import with_fusion
+from twell.kernels.options import row_warps, with_fusion
 from twell.sparse.activations import Activation, Weights
 from twell.sparse.float8 import FLOAT8
 
@@ -62,7 +62,7 @@ def quantize_kernel(
         u = None
         if u_ptr is not None:
             u = tl.load(u_ptr + row * stride + k, mask=k < K, other=0.0).to(tl.float32)
-        x = narrow(hidden(x, u, threshold, dtype, ACT), dtype).to(tl.float32)
+        x = narrow(hidden(rectified(x, threshold), u, dtype, ACT), dtype).to(tl.float32)
     finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 0) == BK
     amax = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST)
     tl.store(scale_ptr + row, tl.where(finite, amax * (1 / LARGEST), float("nan")))
@@ -84,7 +84,7 @@ def quantize(
     values = torch.empty(num_rows, size, dtype=FLOAT8, device=x.device)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x.device)
     block = next_power_of_2(size)
-    options = with_fusion(BK=block, num_warps=min(max(block // 1024, 1), 16))
+    options = with_fusion(BK=block, num_warps=row_warps(block))
     name, threshold = (None, None) if act is None else (act.name, act.threshold or None)
     given = x, u, values, scale, x.stride(0), threshold, size
     with on_device(x):

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import cdiv, gate_value, round_up, scaled, wide, with_bias
+from twell.kernels.common import cdiv, gate_value, round_up, scaled, tile_of, wide, with_bias
 from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import (
     GATE_GROUP,
@@ -35,15 +35,6 @@ from twell.kernels.options import (
 
 # Tokens whose g by neurons stands together: a tile is written, and a block read, near one place.
 PANEL = tl.constexpr(64)
-
-
-@triton.jit
-def tile_of(number, num_row_tiles, num_column_tiles, GROUP):
-    """Row and column of a tile by its number, in columns of GROUP row tiles."""
-    per_group = GROUP * num_column_tiles
-    first = number // per_group * GROUP
-    height = tl.minimum(num_row_tiles - first, GROUP)
-    return first + number % per_group % height, number % per_group // height
 
 
 @triton.jit

@@ -8,7 +8,7 @@ rows of a tile. Rows are neurons and columns tokens, or by tokens the other way 
     consumers       multiply 0 | multiply 1, store 0 | multiply 2, store 1 | ...
 
 A ring of STAGES buffers holds the operands. Step i of a program uses buffer i % STAGES, for the
-time i // STAGES. Two kinds of barriers guard the ring. A barrier goes through phases; phase t completes:
+time i // STAGES. Two kinds of barriers guard the ring, and go through phases. Phase t completes:
 
     full[s]     when the operands of time t lie in buffer s: the consumers wait for that
     empty[s]    when both consumers have read buffer s at time t: the loader fills it for t + 1 then
@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from twell.kernels.common import tile_of
 from twell.kernels.launch import descriptor, direct
 
 # Registers a thread, of 65,536 in all: the accumulators need many, the loader hardly any.
@@ -70,43 +71,19 @@ def product_layout(columns, element_bits):
     )
 
 
-@gluon.constexpr_function
-def word_layout():
-    """These registers of a panel [64, 64] seen as [64, 2 words, 4 threads, 8 entries]."""
-    return gl.DistributedLinearLayout(
+# These registers of a panel [64, 64] seen as [64, 2 words, 4 threads, 8 entries].
+WORD_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
         reg_bases=[[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 0, 4], [8, 0, 0, 0], [0, 1, 0, 0]],
         lane_bases=[[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
         warp_bases=[[16, 0, 0, 0], [32, 0, 0, 0]],
         block_bases=[],
         shape=[64, 2, 4, 8],
     )
-
-
-@gluon.constexpr_function
-def entry_layout():
-    """One word of each row of these registers: [64, 4 threads, 8 entries]."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]],
-        lane_bases=[[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        warp_bases=[[16, 0, 0], [32, 0, 0]],
-        block_bases=[],
-        shape=[64, 4, 8],
-    )
-
-
-@gluon.constexpr_function
-def row_layout():
-    """A number for each of these rows."""
-    return gl.SliceLayout(1, gl.SliceLayout(2, entry_layout()))
-
-
-@gluon.jit
-def tile_of(number, num_token_tiles, num_neuron_tiles, GROUP: gl.constexpr):
-    """Token and neuron tile by its number, as gate.tile_of."""
-    per_group = GROUP * num_neuron_tiles
-    first = number // per_group * GROUP
-    height = gl.minimum(num_token_tiles - first, GROUP)
-    return first + number % per_group % height, number % per_group // height
+)
+# One word of each row: [64, 4, 8]; and a number for each row.
+ENTRY_LAYOUT = gl.constexpr(gl.SliceLayout(1, WORD_LAYOUT.value))
+ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(2, ENTRY_LAYOUT.value)))
 
 
 @gluon.jit
@@ -125,18 +102,11 @@ def gate_value(value, threshold, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_of_two(value):
-    """[..., 2 n] to [..., n]: the even entries."""
-    even, odd = gl.split(value)
-    return even
-
-
-@gluon.jit
 def entries_of(g):
     """The bits of a panel g [64, 64] as int16 [64, 2 words, 4 threads, 8 entries]."""
     values = gl.permute(gl.reshape(g, [64, 2, 4, 4, 2]), [0, 1, 3, 2, 4])
     values = gl.reshape(values, [64, 2, 4, 8])
-    values = gl.convert_layout(values, word_layout(), assert_trivial=True)
+    values = gl.convert_layout(values, WORD_LAYOUT, assert_trivial=True)
     return values.to(gl.int16, bitcast=True)
 
 
@@ -152,7 +122,8 @@ def words_of(entries):
         pack=8,
     )
     eight = gl.reshape(eight, [64, 2, 4, 2, 2, 2])
-    eight = first_of_two(first_of_two(first_of_two(eight)))
+    for _ in gl.static_range(3):
+        eight = gl.split(eight)[0]
     place_layout: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, eight.type.layout))
     place = gl.arange(0, 4, layout=place_layout) * 2
     place = gl.expand_dims(gl.expand_dims(place, 0), 1)
@@ -215,9 +186,10 @@ def panels_of(g, BITS: gl.constexpr):
 
 
 @gluon.jit
-def store_panel(g, buffer, row, column, limit, outputs, BY_NEURON: gl.constexpr):
-    """Stores g [64, 64] and its bits."""
-    g_desc, bits_ptr, bits_stride = outputs
+def store_panel(g, i, row, column, limit, outputs, BY_NEURON: gl.constexpr):
+    """Stores g [64, 64], through buffer i, and its bits."""
+    g_desc, bits_ptr, bits_stride, buffers = outputs
+    buffer = buffers.index(i)
     tma.store_wait(1)  # the panel before the last has left this buffer
     buffer.store(g)
     fence_async_shared()
@@ -226,13 +198,6 @@ def store_panel(g, buffer, row, column, limit, outputs, BY_NEURON: gl.constexpr)
     else:
         tma.async_copy_shared_to_global(g_desc, [row, column], buffer)
     store_words(words_of(entries_of(g)), row, column, limit, bits_ptr, bits_stride, BY_NEURON)
-
-
-@gluon.jit
-def popcount(bits):
-    return gl.inline_asm_elementwise(
-        "popc.b32 $0, $1;", "=r,r", [bits], dtype=gl.int32, is_pure=True, pack=1
-    )
 
 
 @gluon.jit
@@ -270,41 +235,40 @@ def store_twell(g, count, row, column, limits, outputs, S: gl.constexpr):
     entries = entries_of(g)
     bits = gl.split(words_of(entries))
     entries = gl.split(gl.permute(entries, [0, 2, 3, 1]))
-    layout: gl.constexpr = entry_layout()
-    of_rows: gl.constexpr = row_layout()
-    thread = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))
-    entry = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))
+    thread = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, ENTRY_LAYOUT)))
+    entry = gl.arange(0, 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, ENTRY_LAYOUT)))
     place = 2 * gl.expand_dims(gl.expand_dims(thread, 0), 2)
     place += gl.expand_dims(gl.expand_dims(8 * (entry // 2) + entry % 2, 0), 1)
-    rows = row + gl.arange(0, 64, layout=of_rows)
+    rows = row + gl.arange(0, 64, layout=ROW_LAYOUT)
     tile = rows * num_tiles + column // 256
     for i in gl.static_range(2):
         # Beyond the last neuron and token 0 times an infinity is NaN, which is not active.
-        word = gl.convert_layout(bits[i], of_rows, assert_trivial=True)
+        word = gl.convert_layout(bits[i], ROW_LAYOUT, assert_trivial=True)
         word = gl.where(rows < M, word & first_bits(N - column - 32 * i), 0)
         slot = 1 + by_entry(count) + earlier_bits(by_entry(word), 32 - place)
         neuron = column + 32 * i + place
-        high = high_halves(gl.convert_layout(entries[i], layout, assert_trivial=True))
+        high = high_halves(gl.convert_layout(entries[i], ENTRY_LAYOUT, assert_trivial=True))
         active = (by_entry(word) << (31 - place)) < 0
         if rest == 0:
             active &= slot < S
         first = gl.where(slot < S, by_entry(tile * S), by_entry(tile * 256 - S + rest))
         gl.store(words_ptr + (first + slot), high | neuron, mask=active)
-        count += popcount(word)
+        count += earlier_bits(word, 0)
     gl.store(words_ptr + tile * S, count, mask=(rows < M) & (column % 256 == 192))
     return count
 
 
 @gluon.jit
 def store_part(
-    g, count, buffers, i, place, limits, outputs, BY_NEURON: gl.constexpr, S: gl.constexpr
-):
+    g, count, i, place, limits, outputs, BY_NEURON: gl.constexpr, S: gl.constexpr,
+    HALF: gl.constexpr,
+):  # fmt: skip
     """Stores panel i of a tile. limits: M and N."""
     if S > 0:
         count = store_twell(g, count, *place, limits, outputs, S)
     else:
         limit = limits[0] if BY_NEURON else limits[1]
-        store_panel(g, buffers.index(i % 2), *place, limit, outputs, BY_NEURON)
+        store_panel(g, 2 * HALF + i % 2, *place, limit, outputs, BY_NEURON)
     return count
 
 
@@ -366,13 +330,12 @@ def release(acc, ring, step, first, STAGES: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    work, g_buffers, x_scales,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, BY_NEURON: gl.constexpr, S: gl.constexpr,
+    work, GROUP: gl.constexpr, STAGES: gl.constexpr, BY_NEURON: gl.constexpr, S: gl.constexpr,
     HALF: gl.constexpr,
 ):  # fmt: skip
     """Four warps: 64 rows of all tiles of this program."""
     ring, tiles, inputs, outputs, M, N, num_steps = work
-    b_ptr, w_scale_ptr, x_scale_ptr, threshold = inputs
+    b_ptr, w_scale_ptr, x_scale_ptr, x_scales, threshold = inputs
     BITS: gl.constexpr = ring[0].dtype.primitive_bitwidth
     dtype: gl.constexpr = ring[0].dtype if S > 0 else outputs[0].dtype
     layout: gl.constexpr = product_layout(256, BITS)
@@ -384,15 +347,15 @@ def consumer(
         row += HALF * 64
         if x_scales is not None:
             w_scale = of_neurons(w_scale_ptr, row, N, 64, layout)
-            fetch_scales(x_scales, x_scale_ptr, column, M)
+            fetch_scales(x_scales.index(HALF), x_scale_ptr, column, M)
         if b_ptr is not None:
             bias = of_neurons(b_ptr, row, N, 64, layout)
-        count = gl.zeros([64], gl.int32, row_layout())
+        count = gl.zeros([64], gl.int32, ROW_LAYOUT)
         for i in gl.static_range(4):
             acc = multiply(acc, ring, step, i == 0, HALF, STAGES)
             if step >= num_steps:
                 place = row_before, column_before + i * 64
-                count = store_part(before[i], count, g_buffers, i, place, (M, N), outputs, BY_NEURON, S)
+                count = store_part(before[i], count, i, place, (M, N), outputs, BY_NEURON, S, HALF)
             acc = release(acc, ring, step, i == 0, STAGES)
             step += 1
         for _ in range(4, num_steps):
@@ -403,16 +366,16 @@ def consumer(
         mbarrier.arrive(ring[3].index((step + STAGES - 1) % STAGES), count=1)
         result = acc
         if x_scales is not None:
-            x_scale = x_scales.load(gl.SliceLayout(0, layout))
+            x_scale = x_scales.index(HALF).load(gl.SliceLayout(0, layout))
             result *= gl.expand_dims(w_scale, 1) * gl.expand_dims(x_scale, 0)
         if b_ptr is not None:
             result += gl.expand_dims(bias, 1)
         before = panels_of(gate_value(result, threshold, dtype), BITS)
         row_before, column_before = row, column
-    count = gl.zeros([64], gl.int32, row_layout())
+    count = gl.zeros([64], gl.int32, ROW_LAYOUT)
     for i in gl.static_range(4):
         place = row_before, column_before + i * 64
-        count = store_part(before[i], count, g_buffers, i, place, (M, N), outputs, BY_NEURON, S)
+        count = store_part(before[i], count, i, place, (M, N), outputs, BY_NEURON, S, HALF)
     if S == 0:
         tma.store_wait(0)
 
@@ -441,11 +404,10 @@ def gate_hopper_kernel(
     row_buffers = gl.allocate_shared_memory(dtype, [STAGES, 128, BK], row_desc.layout)
     column_buffers = gl.allocate_shared_memory(dtype, [STAGES, 256, BK], column_desc.layout)
     if S > 0:
-        g_buffers0: gl.constexpr = None
-        g_buffers1: gl.constexpr = None
+        outputs = g_desc, bits_ptr, bits_stride
     else:
-        g_buffers0 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
-        g_buffers1 = gl.allocate_shared_memory(g_desc.dtype, [2, 64, 64], g_desc.layout)
+        g_buffers = gl.allocate_shared_memory(g_desc.dtype, [4, 64, 64], g_desc.layout)
+        outputs = g_desc, bits_ptr, bits_stride, g_buffers
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -454,20 +416,18 @@ def gate_hopper_kernel(
     fence_async_shared()
     if x_scale_ptr is not None:
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        x_scales0 = gl.allocate_shared_memory(gl.float32, [BM], layout)
-        x_scales1 = gl.allocate_shared_memory(gl.float32, [BM], layout)
+        x_scales = gl.allocate_shared_memory(gl.float32, [2, BM], layout)
     else:
-        x_scales0: gl.constexpr = None
-        x_scales1: gl.constexpr = None
+        x_scales: gl.constexpr = None
     ring = row_buffers, column_buffers, full, empty
     tiles = gl.cdiv(M, BM), gl.cdiv(N, BN), num_programs
-    inputs = b_ptr, w_scale_ptr, x_scale_ptr, threshold
-    work = ring, tiles, inputs, (g_desc, bits_ptr, bits_stride), M, N, gl.cdiv(K, BK)
+    inputs = b_ptr, w_scale_ptr, x_scale_ptr, x_scales, threshold
+    work = ring, tiles, inputs, outputs, M, N, gl.cdiv(K, BK)
     descs = row_desc, column_desc
     gl.warp_specialize(
         [
-            (consumer, (work, g_buffers0, x_scales0, GROUP, STAGES, BY_NEURON, S, 0)),
-            (consumer, (work, g_buffers1, x_scales1, GROUP, STAGES, BY_NEURON, S, 1)),
+            (consumer, (work, GROUP, STAGES, BY_NEURON, S, 0)),
+            (consumer, (work, GROUP, STAGES, BY_NEURON, S, 1)),
             (loader, (descs, ring, tiles, K, GROUP, STAGES, BY_NEURON)),
         ],
         [4, 1],

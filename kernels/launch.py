@@ -28,14 +28,6 @@ def _of_tensor(tensor: Tensor) -> tuple:
     return tensor.dtype, tensor.data_ptr() % 16
 
 
-def _of_number(number: float) -> type:
-    return float
-
-
-def _of_itself(value):
-    return value
-
-
 def _of_tuple(values: tuple) -> tuple:
     return tuple([_KINDS[type(value)](value) for value in values])
 
@@ -55,7 +47,7 @@ class _Kinds(dict):
         return self[of]
 
 
-_KINDS = _Kinds({float: _of_number, bool: repr, **dict.fromkeys((int, type(None)), _of_itself)})
+_KINDS = _Kinds({float: type, **dict.fromkeys((bool, int, type(None)), repr)})
 
 
 class Direct:

@@ -87,11 +87,6 @@ def token_lists_kernel(
         place += 1
 
 
-@triton.jit
-def _or(a, b):
-    return a | b
-
-
 @direct
 @triton.jit(do_not_specialize=["M"])
 def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.constexpr):
@@ -100,7 +95,7 @@ def count_activity_kernel(bits_ptr, activity_ptr, M, N, stride, WORDS: tl.conste
     place = tl.arange(0, WORDS)
     inside = (rows < M)[:, None] & (place < tl.cdiv(N, 32))[None, :]
     bits = tl.load(bits_ptr + rows[:, None] * stride + place[None, :], mask=inside, other=0)
-    union = tl.sum(popcount(tl.reduce(bits, 0, _or)), 0)
+    union = tl.sum(popcount(tl.reduce_or(bits, 0)), 0)
     add_activity(activity_ptr, tl.program_id(0) == 0, M, tl.sum(popcount(bits)), union)
 
 
@@ -111,16 +106,16 @@ def row_of(word, w_ptr, k, inside, K, EVEN):
 
 
 @triton.jit
-def add_neuron(acc, word, up, x, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, ACT, EVEN):
+def add_neuron(acc, word, up, x, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, ACT, EVEN):
     """acc [BK] + h times the row of w_down_t of a word's neuron, for one token's row x [BK].
 
-    up: the neuron's row of w_up, or None. su_ptr: the scales of w_up in FP8, or None.
+    up: the neuron's row of w_up if GATED. su_ptr: the scales of w_up in FP8, or None.
     """
     neuron = word & 0xFFFF
     h = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     h = of_gate(h, dtype, ACT)
     down = row_of(word, wd_ptr, k, inside, K, EVEN).to(tl.float32)
-    if up is not None:
+    if GATED:
         u = tl.sum(x * up.to(tl.float32), 0)
         if su_ptr is not None:
             u *= tl.load(su_ptr + neuron)
@@ -162,12 +157,12 @@ def rowwise_kernel(
     count = tl.load(words_ptr)
     # A neuron's row of w_up is fetched while the neuron before is added.
     word = tl.load(words_ptr + 1, mask=count > 0, other=0)
-    up = row_of(word, wu_ptr, k, inside, K, EVEN) if GATED else None
+    up = row_of(word, wu_ptr, k, inside, K, EVEN) if GATED else word
     for slot in range(1, count + 1):
         following = tl.load(words_ptr + slot + 1, mask=slot < count, other=0)
-        following_up = row_of(following, wu_ptr, k, inside, K, EVEN) if GATED else None
+        following_up = row_of(following, wu_ptr, k, inside, K, EVEN) if GATED else following
         acc = add_neuron(
-            acc, word, up, x, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, ACT, EVEN
+            acc, word, up, x, bu_ptr, su_ptr, wd_ptr, k, inside, K, dtype, GATED, ACT, EVEN
         )
         word, up = following, following_up
     if bd_ptr is not None:

@@ -102,7 +102,8 @@ def forward(
     )
     h = x.new_empty(saved.lists.numel(), BLOCK)
     if weights.gated:  # u at first
-        union.product(x, weights.w_up, weights.b_up, unions, h)
+        rest = weights.b_up, None
+        union.over_unions(union.union_product_kernel, x, weights.w_up, rest, unions, h)
     l1 = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
     token_counts = torch.empty(num_tokens, dtype=torch.int32, device=x.device)
     needed = torch.empty((), dtype=torch.int64, device=x.device)
@@ -151,7 +152,8 @@ def backward(
         # same number added to rounded ones would be rounded the same way for all of a token's
         # neurons.
         add = None if weights.gated else F.pad(dl1, (0, -len(x) % BLOCK))
-        union.product(dy, weights.w_down_t, None, unions, du, add)
+        rest = None, add
+        union.over_unions(union.union_product_kernel, dy, weights.w_down_t, rest, unions, du)
         num_words, width = saved.index.shape
         entries.entries_backward_kernel[(num_words,)](
             du,

@@ -34,10 +34,9 @@ from twell.kernels.common import (
     cdiv,
     chunks,
     empty_output,
+    hidden,
     load,
     narrow,
-    of_gate,
-    of_up,
     popcount,
     round_up,
     scaled,
@@ -154,14 +153,11 @@ def listed_product(x_desc, w_ptr, token, neurons, k, K, EVEN, BM, listed=None):
 
 
 @triton.jit
-def hidden(g, u, places, count, dtype, ACT):
+def listed_hidden(g, u, places, count, dtype, ACT):
     """h [BN, BM] of g and u in fp32, 0 where inactive or beyond `count`; u: None without a gate."""
     active = (g != 0) & (places < count)[:, None]
-    h = of_gate(g, dtype, ACT)
-    if u is not None:
-        h *= of_up(u, ACT)
     # Select, do not multiply: u may be infinite where the token is inactive.
-    return tl.where(active, h, 0.0)
+    return tl.where(active, hidden(g, u, dtype, ACT), 0.0)
 
 
 @triton.jit
@@ -211,7 +207,7 @@ def union_up_kernel(
             u = scaled(u, x_scale_ptr, w_scale_ptr, columns, neurons, M, N, True)
             u = with_bias(u, b_ptr, neurons, None, True)
         g = tl.load(g_ptr + neurons[:, None] * PANEL + of_columns[None, :]).to(tl.float32)
-        h = hidden(g, u, places, count, h_ptr.dtype.element_ty, ACT)
+        h = listed_hidden(g, u, places, count, h_ptr.dtype.element_ty, ACT)
         _store(h_ptr, h, block, places, width, BM)
 
 
@@ -235,9 +231,10 @@ def union_product_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """x w^T over the unions, tile by tile, also at inactive entries, plus one number a token.
+    """x w^T + b over the unions, tile by tile, also at inactive entries.
 
-    Training needs the product itself: u is kept, and dy w_down^T has another epilogue.
+    add_ptr [blocks * BM] fp32, or None, adds a number for each token. Training needs the product
+    itself: u is kept, and dy w_down^T has another epilogue.
     """
     for number in range(tl.program_id(0), tl.load(queue_ptr), num_programs):
         block, _, places, neurons = _tile(
@@ -346,13 +343,13 @@ def make_lists(
     )
 
 
-def _over_unions(
+def over_unions(
     kernel, x: Tensor, w: Tensor, rest: tuple, unions: Unions, out: Tensor, *sizes: int, **flags
 ) -> None:
     """Launches union_up_kernel or union_product_kernel on the tiles of the queue.
 
-    out [blocks * width, block_m]: of each block's `width` rows the first counts[block], rounded up
-    to whole tiles, are written.
+    x [M, K], w [N, K]; rest: the kernel's arguments between w and out. out [blocks * width,
+    block_m]: of each block's rows the first counts[block], rounded up to whole tiles, are written.
     """
     block_m, width, hidden_size = out.shape[1], unions.lists.shape[1], x.shape[1]
     options = launch_options(f"union_up_{block_m}", x.device, fp8=w.itemsize == 1) | flags
@@ -361,22 +358,6 @@ def _over_unions(
     even = hidden_size % options["BK"] == 0
     x = descriptor(x, [block_m, options["BK"]])
     kernel[(num_programs,)](x, w, *rest, out, *unions, *sizes, EVEN=even, BM=block_m, **options)
-
-
-def product(
-    x: Tensor,
-    w: Tensor,
-    b: Tensor | None,
-    unions: Unions,
-    out: Tensor,
-    add: Tensor | None = None,
-) -> None:
-    """Writes x w^T + b + add over the unions to `out`, also where a token is inactive.
-
-    x [M, K]; w [N, K]; b [N] or None; add [blocks * block_m] fp32 or None, a number for each token;
-    out in x.dtype.
-    """
-    _over_unions(union_product_kernel, x, w, (b, add), unions, out)
 
 
 def down(
@@ -445,7 +426,7 @@ def ffn(
         make_lists(bits, unions, len(tokens), num_neurons, block_m, activity)
         h = g.new_empty(unions.lists.numel(), block_m)
         rest, sizes = (weights.b_up, scale, weights.s_up, g), (len(tokens), num_neurons)
-        _over_unions(union_up_kernel, tokens, weights.w_up, rest, unions, h, *sizes, **flags)
+        over_unions(union_up_kernel, tokens, weights.w_up, rest, unions, h, *sizes, **flags)
         down(h, weights.w_down_t, weights.b_down, unions, out)
         del unions, g, bits, h  # before the next chunk allocates its own
     return y

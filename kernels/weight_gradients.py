@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import Gradients, cdiv, load, narrow, next_power_of_2, of_gate, wide
+from twell.kernels.common import Gradients, cdiv, load, narrow, next_power_of_2, of_gate, put, wide
 from twell.kernels.entries import UnionSaved, entry_places, low_value
 from twell.kernels.launch import descriptor, direct
 from twell.kernels.options import launch_options, num_processors, with_fusion
@@ -103,21 +103,17 @@ def list_gradients_kernel(
             )
         dwg, dwu, dwd = sums
         row = neuron.to(tl.int64) * K + k
-        if GATE:
-            tl.store(dwg_ptr + row, narrow(dwg, dtype), mask=inside)
-        if UP:
-            tl.store(dwu_ptr + row, narrow(dwu, dtype), mask=inside)
-        if DOWN:
-            tl.store(dwd_ptr + row, narrow(dwd, dtype), mask=inside)
+        put(dwg_ptr, row, dwg, inside)
+        put(dwu_ptr, row, dwu, inside)
+        put(dwd_ptr, row, dwd, inside)
 
 
 @direct
 @triton.jit
 def bias_gradients_kernel(gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, STEP: tl.constexpr):
     """The sums of one neuron's dg and du."""
-    GATE: tl.constexpr = dbg_ptr is not None
-    UP: tl.constexpr = dbu_ptr is not None
-    dtype: tl.constexpr = dbu_ptr.dtype.element_ty if UP else dbg_ptr.dtype.element_ty
+    some_ptr = dbg_ptr if dbu_ptr is None else dbu_ptr
+    dtype: tl.constexpr = some_ptr.dtype.element_ty
     neuron = tl.program_id(0)
     begin = tl.load(spans_ptr + neuron)
     end = tl.load(spans_ptr + N + neuron)
@@ -128,10 +124,8 @@ def bias_gradients_kernel(gradients_ptr, spans_ptr, dbg_ptr, dbu_ptr, N, STEP: t
         gradients = tl.load(gradients_ptr + place, mask=place < end, other=0)
         up += low_value(gradients >> 16, dtype)
         gate += low_value(gradients, dtype)
-    if UP:
-        tl.store(dbu_ptr + neuron, narrow(tl.sum(up, 0), dtype))
-    if GATE:
-        tl.store(dbg_ptr + neuron, narrow(tl.sum(gate, 0), dtype))
+    put(dbu_ptr, neuron, tl.sum(up, 0))
+    put(dbg_ptr, neuron, tl.sum(gate, 0))
 
 
 @triton.jit
@@ -223,7 +217,6 @@ def backup_gradients_kernel(
     BT: tl.constexpr,
 ):
     """BN columns of one weight gradient of BH backup neurons: their dense rows times x or dy."""
-    dtype: tl.constexpr = dense_desc.dtype
     num_columns = tl.cdiv(K, BN)
     per_weight = backup_rows // BH * num_columns
     weight = tl.program_id(0) // per_weight
@@ -240,14 +233,13 @@ def backup_gradients_kernel(
         if weight == 0:
             if dwd_ptr is not None:
                 acc = _dense_product(dense_desc, dy_desc, first, column, M, BH, BN, BT)
-                tl.store(dwd_ptr + place, narrow(acc, dtype), mask=inside)
+                put(dwd_ptr, place, acc, inside)
         elif dwg_ptr is not None or dwu_ptr is not None:
             acc = _dense_product(dense_desc, x_desc, first, column, M, BH, BN, BT)
             if weight == 1:
-                if dwu_ptr is not None:
-                    tl.store(dwu_ptr + place, narrow(acc, dtype), mask=inside)
-            elif dwg_ptr is not None:
-                tl.store(dwg_ptr + place, narrow(acc, dtype), mask=inside)
+                put(dwu_ptr, place, acc, inside)
+            else:
+                put(dwg_ptr, place, acc, inside)
 
 
 def backward(

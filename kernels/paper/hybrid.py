@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twell.kernels.common import Gradients, cdiv, narrow, next_power_of_2, wide, with_bias
+from twell.kernels.common import Gradients, cdiv, narrow, next_power_of_2, put, wide, with_bias
 from twell.kernels.launch import direct
 from twell.kernels.options import launch_options, row_warps
 from twell.kernels.paper.hybrid_format import (
@@ -148,8 +148,7 @@ def hybrid_rows_backward_kernel(
             if transpose is not None:
                 tokens = tl.zeros((SLOTS,), tl.int32) + tl.program_id(0)
                 store_transposed(transpose, tokens, neurons, listed, h, du, dg, M, N, GATED)
-        if dx_ptr is not None:
-            tl.store(dx_ptr + row * K + k, narrow(dx, dtype), mask=k < K)
+        put(dx_ptr, row * K + k, dx, k < K)
 
 
 @direct
@@ -171,7 +170,6 @@ def hybrid_list_gradients_kernel(
     """BK columns of the weight gradients of one neuron with a list, and its bias gradients."""
     GATE: tl.constexpr = dwg_ptr is not None or dbg_ptr is not None
     UP: tl.constexpr = dwu_ptr is not None or dbu_ptr is not None
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     planes_ptr = transpose.planes
     neuron = tl.program_id(0).to(tl.int64)
     count = tl.load(transpose.place + neuron)
@@ -203,17 +201,12 @@ def hybrid_list_gradients_kernel(
                 gate += tl.sum(dg[:, None] * x, 0)
                 gate_bias += dg
         place = neuron * K + k
-        if dwd_ptr is not None:
-            tl.store(dwd_ptr + place, narrow(down, dtype), mask=k < K)
-        if dwu_ptr is not None:
-            tl.store(dwu_ptr + place, narrow(up, dtype), mask=k < K)
-        if dwg_ptr is not None:
-            tl.store(dwg_ptr + place, narrow(gate, dtype), mask=k < K)
+        put(dwd_ptr, place, down, k < K)
+        put(dwu_ptr, place, up, k < K)
+        put(dwg_ptr, place, gate, k < K)
         if tl.program_id(1) == 0:
-            if dbu_ptr is not None:
-                tl.store(dbu_ptr + neuron, narrow(tl.sum(up_bias, 0), dtype))
-            if dbg_ptr is not None:
-                tl.store(dbg_ptr + neuron, narrow(tl.sum(gate_bias, 0), dtype))
+            put(dbu_ptr, neuron, tl.sum(up_bias, 0))
+            put(dbg_ptr, neuron, tl.sum(gate_bias, 0))
 
 
 @triton.jit
@@ -240,16 +233,49 @@ def _sampled_product(a_ptr, tokens, valid, w_ptr, neurons, N, K, BM, BN, BK):
 
 
 @triton.jit
-def _row_sums(a_ptr, rows, valid, size, ABSOLUTE, BM, BK):
-    """The sums over rows of a [., size], or over the absolute values."""
-    sums = tl.zeros((BM,), tl.float32)
-    for start in range(0, size, BK):
-        columns = start + tl.arange(0, BK)
-        place = rows.to(tl.int64)[:, None] * size + columns[None, :]
-        inside = valid[:, None] & (columns < size)[None, :]
-        a = tl.load(a_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        sums += tl.sum(tl.abs(a) if ABSOLUTE else a, 1)
-    return sums
+def _store_product(
+    a_ptr, w_ptr, a2_ptr, w2_ptr, b_ptr, out_ptr, rows, owners, valid, N, K, BM, BN, BK
+):
+    """BN columns of the owners' rows: a w + a2 w2 + b, without the terms that are None.
+
+    a and a2 are backup rows [., N], w and w2 [N, K].
+    """
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = (columns < K)[None, :]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, N, BK):
+        summed = start + tl.arange(0, BK)
+        a_place = rows.to(tl.int64)[:, None] * N + summed[None, :]
+        a_inside = valid[:, None] & (summed < N)[None, :]
+        w_place = summed.to(tl.int64)[:, None] * K + columns[None, :]
+        w_inside = (summed < N)[:, None] & inside
+        a = tl.load(a_ptr + a_place, mask=a_inside, other=0.0)
+        acc = tl.dot(wide(a), wide(tl.load(w_ptr + w_place, mask=w_inside, other=0.0)), acc)
+        if a2_ptr is not None:
+            a = tl.load(a2_ptr + a_place, mask=a_inside, other=0.0)
+            w = tl.load(w2_ptr + w_place, mask=w_inside, other=0.0)
+            acc = tl.dot(wide(a), wide(w), acc)
+    acc = with_bias(acc, b_ptr, columns, K, False)
+    place = owners.to(tl.int64)[:, None] * K + columns[None, :]
+    put(out_ptr, place, acc, valid[:, None] & inside)
+
+
+@triton.jit
+def _store_sums(a_ptr, out_ptr, rows, owners, valid, size, ABSOLUTE, BM, BK):
+    """The owners' sums over backup rows of a [., size] or, ABSOLUTE, over the absolute values.
+
+    A loop of its own: shared memory that tensor cores read in a product's loop must not be read
+    into registers beside them.
+    """
+    if tl.program_id(1) == 0:
+        sums = tl.zeros((BM,), tl.float32)
+        for start in range(0, size, BK):
+            columns = start + tl.arange(0, BK)
+            place = rows.to(tl.int64)[:, None] * size + columns[None, :]
+            inside = valid[:, None] & (columns < size)[None, :]
+            a = tl.load(a_ptr + place, mask=inside, other=0.0).to(tl.float32)
+            sums += tl.sum(tl.abs(a) if ABSOLUTE else a, 1)
+        put(out_ptr, owners, sums, valid)
 
 
 @direct
@@ -300,36 +326,14 @@ def hybrid_backup_product_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Rows of the output: a w + a2 w2 + b, without the terms that are None.
-
-    a and a2 are backup rows [., N], w and w2 weights [N, K]. l1 gets each row's sum of |a|.
-    """
+    """Rows of `_store_product`; l1, unless it is None, gets each row's sum of |a|."""
     rows, valid, tokens, some = owned_rows(backup, BM)
     if some:
-        columns = tl.program_id(1) * BN + tl.arange(0, BN)
-        inside = (columns < K)[None, :]
-        acc = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, N, BK):
-            neurons = start + tl.arange(0, BK)
-            a_place = rows.to(tl.int64)[:, None] * N + neurons[None, :]
-            a_inside = valid[:, None] & (neurons < N)[None, :]
-            w_place = neurons.to(tl.int64)[:, None] * K + columns[None, :]
-            w_inside = (neurons < N)[:, None] & inside
-            a = tl.load(a_ptr + a_place, mask=a_inside, other=0.0)
-            acc = tl.dot(wide(a), wide(tl.load(w_ptr + w_place, mask=w_inside, other=0.0)), acc)
-            if a2_ptr is not None:
-                a = tl.load(a2_ptr + a_place, mask=a_inside, other=0.0)
-                w = tl.load(w2_ptr + w_place, mask=w_inside, other=0.0)
-                acc = tl.dot(wide(a), wide(w), acc)
-        acc = with_bias(acc, b_ptr, columns, K, False)
-        out_ptrs = out_ptr + tokens.to(tl.int64)[:, None] * K + columns[None, :]
-        tl.store(out_ptrs, narrow(acc, out_ptr.dtype.element_ty), mask=valid[:, None] & inside)
-        # A loop of its own: shared memory that tensor cores read in the product's loop must not be
-        # read into registers beside them.
+        _store_product(
+            a_ptr, w_ptr, a2_ptr, w2_ptr, b_ptr, out_ptr, rows, tokens, valid, N, K, BM, BN, BK
+        )
         if l1_ptr is not None:
-            if tl.program_id(1) == 0:
-                l1 = _row_sums(a_ptr, rows, valid, N, True, BM, BK)
-                tl.store(l1_ptr + tokens, l1, mask=valid)
+            _store_sums(a_ptr, l1_ptr, rows, tokens, valid, N, True, BM, BK)
 
 
 @direct
@@ -394,7 +398,6 @@ def hybrid_backup_gradients_kernel(
     The bias gradients are the rows' sums. Products run beside each other: one alone does not fill
     the device.
     """
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
     rows, valid, neurons, some = owned_rows(backup, BM)
     for plane in tl.static_range(PLANES):
         dw_ptr, db_ptr = weights[plane], biases[plane]
@@ -403,47 +406,14 @@ def hybrid_backup_gradients_kernel(
             a_ptr += plane * transpose.plane_size.to(tl.int64)
             other_ptr = dy_ptr if plane == 0 else x_ptr
             if dw_ptr is not None:
-                columns = tl.program_id(1) * BN + tl.arange(0, BN)
-                inside = (columns < K)[None, :]
-                acc = tl.zeros((BM, BN), tl.float32)
-                for start in range(0, M, BK):
-                    tokens = start + tl.arange(0, BK)
-                    a_place = rows.to(tl.int64)[:, None] * M + tokens[None, :]
-                    place = tokens.to(tl.int64)[:, None] * K + columns[None, :]
-                    a_inside = valid[:, None] & (tokens < M)[None, :]
-                    a = tl.load(a_ptr + a_place, mask=a_inside, other=0.0)
-                    b = tl.load(other_ptr + place, mask=(tokens < M)[:, None] & inside, other=0.0)
-                    acc = tl.dot(wide(a), wide(b), acc)
-                dw_ptrs = dw_ptr + neurons.to(tl.int64)[:, None] * K + columns[None, :]
-                tl.store(dw_ptrs, narrow(acc, dtype), mask=valid[:, None] & inside)
-            # A loop of its own, as l1 of hybrid_backup_product_kernel.
+                pointers = a_ptr, other_ptr, None, None, None, dw_ptr
+                _store_product(*pointers, rows, neurons, valid, M, K, BM, BN, BK)
             if db_ptr is not None:
-                if tl.program_id(1) == 0:
-                    bias = _row_sums(a_ptr, rows, valid, M, False, BM, BK)
-                    tl.store(db_ptr + neurons, narrow(bias, dtype), mask=valid)
+                _store_sums(a_ptr, db_ptr, rows, neurons, valid, M, False, BM, BK)
 
 
 def backup_grid(num_rows: int, num_columns: int, options: dict[str, int]) -> tuple[int, int]:
     return cdiv(num_rows, options["BM"]), cdiv(num_columns, options["BN"])
-
-
-def backup_product(
-    first: tuple[Tensor, Tensor],
-    second: tuple[Tensor | None, Tensor | None],
-    bias: Tensor | None,
-    out: Tensor,
-    l1: Tensor | None,
-    backup: Backup,
-) -> None:
-    """Writes the owners' rows of out [M, K]: the sum of the pairs' products, plus bias [K].
-
-    A pair is a matrix [rows, N] and weights [N, K]. l1 [M] fp32 gets the sums of |first matrix|.
-    """
-    num_neurons, hidden_size = first[1].shape
-    options = launch_options("hybrid_backup", out.device)
-    hybrid_backup_product_kernel[backup_grid(backup.num_rows, hidden_size, options)](
-        *first, *second, bias, out, l1, backup, num_neurons, hidden_size, **options
-    )
 
 
 def _row_options(x: Tensor) -> dict[str, int]:
@@ -473,13 +443,16 @@ def forward(
         x, saved.lists(x.dtype), *up, *down, y, l1, hidden_size, **_row_options(x)
     )
     h = g = saved.dense_g.view(x.dtype)
+    backup, options = saved.backup(), launch_options("hybrid_backup", x.device)
     if weights.gated:
         h, u = torch.empty_like(g), saved.dense_u.view(x.dtype)
-        options = launch_options("hybrid_backup", x.device)
         hybrid_backup_up_kernel[backup_grid(len(g), num_neurons, options)](
-            x, *up, g, u, h, saved.backup(), num_neurons, hidden_size, **options
+            x, *up, g, u, h, backup, num_neurons, hidden_size, **options
         )
-    backup_product((h, weights.w_down_t), (None, None), weights.b_down, y, l1, saved.backup())
+    pairs = h, weights.w_down_t, None, None
+    hybrid_backup_product_kernel[backup_grid(len(g), hidden_size, options)](
+        *pairs, weights.b_down, y, l1, backup, num_neurons, hidden_size, **options
+    )
     return y, l1, *counts, *saved
 
 
@@ -505,8 +478,10 @@ def backward(
         dy, dl1, weights.w_down_t, g, u, du, dg, backup, transpose, *sizes, **options
     )
     if gradients.x is not None:
-        pairs = (du, weights.w_up), (dg, weights.w_gate)
-        backup_product(*pairs, None, gradients.x, None, backup)
+        pairs = du, weights.w_up, dg, weights.w_gate
+        hybrid_backup_product_kernel[backup_grid(len(g), sizes[2], options)](
+            *pairs, None, gradients.x, None, backup, *sizes[1:], **options
+        )
     if transpose is not None:
         _weight_gradients(x, dy, transpose, transposed_backup, gradients)
 

@@ -41,15 +41,6 @@ NEURON_ROWS = 4
 WORKSPACE_BYTES = 2**30
 
 
-class Lists(NamedTuple):
-    """The tokens' lists, as kernels read them: place [M] int32; indices, g, u [M, ELL_WIDTH]."""
-
-    place: Tensor
-    indices: Tensor
-    g: Tensor
-    u: Tensor
-
-
 class Backup(NamedTuple):
     """Backup rows: the owner of each [num_rows] int32, and the owners that need one [1] int32."""
 
@@ -74,9 +65,9 @@ class HybridSaved(NamedTuple):
     dense_g: Tensor
     dense_u: Tensor
 
-    def lists(self, dtype: torch.dtype) -> Lists:
-        """The lists, their values in the storage type."""
-        return Lists(self.place, self.indices, self.g.view(dtype), self.u.view(dtype))
+    def lists(self, dtype: torch.dtype) -> HybridSaved:
+        """The same with the lists' values in the storage type."""
+        return self._replace(g=self.g.view(dtype), u=self.u.view(dtype))
 
     def backup(self) -> Backup:
         """The owners of the backup rows."""
@@ -308,19 +299,18 @@ def hybrid_marks_kernel(place_ptr, indices_ptr, dense_ptr, marks_ptr, N):
     token = tl.program_id(0)
     place = tl.load(place_ptr + token)
     marks_ptr += (token // 32).to(tl.int64) * N
+    bit = 1 << (token % 32)
     if place >= 0:
         slots = tl.arange(0, ELL_WIDTH)
         neurons = tl.load(
             indices_ptr + token.to(tl.int64) * ELL_WIDTH + slots, mask=slots < place, other=0
         ).to(tl.int32)
-        bits = tl.zeros((ELL_WIDTH,), tl.int32) + (1 << (token % 32))
-        tl.atomic_or(marks_ptr + (neurons & 0xFFFF), bits, mask=slots < place, sem="relaxed")
+        tl.atomic_or(marks_ptr + (neurons & 0xFFFF), bit, mask=slots < place, sem="relaxed")
     else:
         for start in range(0, N, 1024):
             neurons = start + tl.arange(0, 1024)
             g = tl.load(dense_ptr + (~place).to(tl.int64) * N + neurons, mask=neurons < N, other=0)
-            bits = tl.zeros((1024,), tl.int32) + (1 << (token % 32))
-            tl.atomic_or(marks_ptr + neurons, bits, mask=g != 0, sem="relaxed")
+            tl.atomic_or(marks_ptr + neurons, bit, mask=g != 0, sem="relaxed")
 
 
 @direct

@@ -66,7 +66,7 @@ def twell_rowwise_kernel(
             word = tl.load(word_ptr)
             up = row_of(word, wu_ptr, k, inside, K, EVEN) if GATED else None
             acc = add_neuron(
-                acc, word, up, x, bu_ptr, None, wd_ptr, k, inside, K, dtype, "relu", EVEN
+                acc, word, up, x, bu_ptr, None, wd_ptr, k, inside, K, dtype, GATED, "relu", EVEN
             )
     if bd_ptr is not None:
         acc += tl.load(bd_ptr + k, mask=inside, other=0.0).to(tl.float32)

@@ -80,12 +80,12 @@ class Program:
         buffers = (Several(Buffer(size) for _ in range(STAGES)) for size in (ROWS, COLUMNS))
         ring = *buffers, full, empty
         outputs = SimpleNamespace(dtype=None), None, None
-        work = ring, tiles, (None,) * 4, outputs, None, None, num_steps
+        work = ring, tiles, (None,) * 5, outputs, None, None, num_steps
         descs = [
             SimpleNamespace(block_shape=[size, STEP], dtype=Buffer.dtype, name=name)
             for name, size in (("rows", ROWS), ("columns", COLUMNS))
         ]
-        model, g_buffers = self.model(), Several([None] * 2)
+        model = self.model()
 
         def role(kernel, *arguments):
             function = FunctionType(kernel.fn.__code__, model)
@@ -95,7 +95,7 @@ class Program:
         loads = descs, ring, tiles, num_steps * STEP, 8, STAGES, BY_NEURON
         self.roles = {role(gate_hopper.loader, *loads): lambda: True}
         for half in (0, 1):
-            given = work, g_buffers, None, 8, STAGES, BY_NEURON, 0, half
+            given = work, 8, STAGES, BY_NEURON, 0, half
             self.roles[role(gate_hopper.consumer, *given)] = lambda: True
 
     def model(self):
@@ -106,8 +106,8 @@ class Program:
         gl.static_range, gl.zeros = range, lambda *given: Sum()
         model = dict(gl=gl, tma=tma, mbarrier=SimpleNamespace(**names), store_panel=self.store)
         model |= dict(warpgroup_mma=self.multiply, warpgroup_mma_wait=self.finish)
-        model |= dict(product_layout=lambda *given: None, row_layout=lambda: None, gate_value=lambda acc, *given: acc)
-        model |= dict(panels_of=lambda acc, bits: [acc] * 4, range=range)
+        model |= dict(product_layout=lambda *given: None, ROW_LAYOUT=None, gate_value=lambda acc, *given: acc)
+        model |= dict(panels_of=lambda acc, bits: [acc] * 4, range=range, tl=gl)
         for name in ("tile_of", "place_of", "multiply", "release", "store_part"):
             model[name] = FunctionType(getattr(gate_hopper, name).fn.__code__, model)
         return model
@@ -177,7 +177,7 @@ class Program:
                 buffer.readers -= 1
         return deps[0]
 
-    def store(self, acc, buffer, row, column, *given):
+    def store(self, acc, i, row, column, *given):
         if acc.running:
             raise Wrong("a tile is stored while it is computed")
         for _ in range(self.random.choice((0, 40))):
