@@ -10,11 +10,12 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "The same layer by algorithm, as multiples of dense `torch.compile` on an H200. The paper's is "
-    "TwELL, by our kernels; ours takes unions or rows. The authors' release was measured "
-    "[elsewhere](data/README.md#releasecsv); by skewed activity its result is 2% off. [More cases, "
-    "and an H100](docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-"
-    "authors-release)."
+    "The same layer by algorithm, as multiples of dense `torch.compile` on an H200, with [even and "
+    "skewed](docs/glossary.md#skewed-and-even-activity) activity. Our kernels run the paper's "
+    "algorithm (TwELL) and our own paths. The authors' release was measured "
+    "[elsewhere](data/README.md#releasecsv), twice; these are the newer numbers, the older 1.57, "
+    "1.22, 1.54 and 1.57. [More cases, and an H100](docs/lessons/05_speedup.md#like-for-like-the-"
+    "papers-algorithm-ours-and-the-authors-release)."
 )
 
 
@@ -23,7 +24,7 @@ def counts(table: pd.DataFrame) -> str:
     numbers = table["verdict"].value_counts()
     judged = [numbers.get(name, 0) for name in paper.JUDGED]
     words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
-    words += f", {sum(judged[4:])} open (one run, or size)"
+    words += f", {sum(judged[4:])} open (a single run, or our models are too small)"
     beyond = f"{numbers['beyond the paper']} numbers are of another algorithm or card"
     return f"Of {sum(judged)} comparisons with the paper: {words}. {beyond}"
 
