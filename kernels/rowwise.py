@@ -56,9 +56,9 @@ WORKSPACE_BYTES = 2**30
 def token_lists_kernel(
     g_ptr, bits_ptr, words_ptr, rest, N, width, stride, WORDS: tl.constexpr, SLOTS: tl.constexpr
 ):
-    """The words of 32 WORDS neurons of one token: their number, and so many as fit `stride` places.
+    """The words of 32 WORDS neurons of one token, their number first.
 
-    With SLOTS they are a tile of paper/gate.py, and the others go to words_ptr[rest:].
+    With SLOTS they are a tile of paper/gate.py; those without a slot go to words_ptr[rest:].
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place_in_row = tile * WORDS + tl.arange(0, WORDS)

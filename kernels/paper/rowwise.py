@@ -76,8 +76,8 @@ def twell_rowwise_kernel(
 def ffn(x: Tensor, weights: Weights, compression: int = 8) -> Tensor:
     """The layer by rows from TwELL: y [M, K] of x [M, K], M at least 1; u and h are not rounded.
 
-    Workspace: 4 + 4 / C bytes for each token and neuron, in chunks that keep it below
-    WORKSPACE_BYTES.
+    Workspace: 4 + 4 / C bytes for each token and neuron, 2 more where the words are made from bits,
+    in chunks of about WORKSPACE_BYTES.
     """
     hidden_size, num_tiles = x.shape[1], cdiv(len(weights.w_up), TILE_N)
     num_slots = TILE_N // compression

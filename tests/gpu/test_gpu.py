@@ -51,6 +51,7 @@ def test_skewed_layer(path, num_tokens, shape):
     assert_close(factories.PATHS[path](**tensors), tensors)
 
 
+@pytest.mark.usefixtures("whole_card")
 def test_union_workspace_is_bounded_and_chunks_agree(monkeypatch):
     tensors = skewed(131_072)
     y = factories.PATHS["union"](**tensors)

@@ -191,11 +191,14 @@ def accept(error: float, limit: float, message: str) -> None:
 
 
 def relative(result: Tensor, exact: Tensor) -> float:
-    """Return the relative RMS error of a result (inf for a NaN); the RMS where `exact` is zero."""
-    dtype = torch.promote_types(exact.dtype, torch.float32)
-    exact = exact.to(dtype)
-    error = float((result.to(dtype) - exact).norm()) / (float(exact.norm()) or 1.0)
-    return math.inf if math.isnan(error) else error
+    """Return the relative RMS error of a result (inf for a NaN); the norm where `exact` is zero."""
+    dtype, norms = torch.promote_types(exact.dtype, torch.float32), []
+    parts = (tensor.reshape(-1).split(2**24) for tensor in (result, exact))  # little memory
+    for one, other in zip(*parts, strict=True):
+        other = other.to(dtype)
+        norms.append((float((one.to(dtype) - other).norm()), float(other.norm())))
+    wrong, size = (math.hypot(*values) for values in zip(*norms, strict=True))
+    return math.inf if math.isnan(wrong) else wrong / (size or 1.0)
 
 
 def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:

@@ -194,8 +194,12 @@ class Trainer:
         if provider.backend == "triton" and not self.all_sparse():
             raise ArithmeticError(f"{what} computed a layer densely")
         # Training changed the activity, and so the capacity; timed steps have the first weights.
-        self.sparse = SparseTraining(self.model)
-        enter = functools.partial(self.become, provider, 0.0)
+        sparse = SparseTraining(self.model)
+
+        def enter() -> None:
+            self.sparse = sparse  # a path has its own capacity
+            self.become(provider, 0.0)
+
         enter()
         self.step()  # allocates the optimiser's state
         columns = model_columns(self.name, self.model, self.profile) | {

@@ -74,6 +74,8 @@ class Checkpoints:
                 continue
             try:
                 state = read(path)
+                if state.get("row"):
+                    raise ValueError(f"{path} is of an older version, between two rows of the log")
                 rows = self.log.read_bytes()[: state["log"]] if self.log.is_file() else b""
                 if hashlib.sha256(rows).hexdigest() != state["log_sha256"]:
                     raise ValueError(f"{self.log} is damaged: it has changed since the checkpoint")

@@ -78,9 +78,9 @@ export class Passage {
   span(token, text) {
     const special = this.side.isSpecial(token) ? ".tw-special" : "";
     const id = `${this.view.prefix}${this.side.number}-${token}`;
-    const span = element(`span.tw-t${special}`, { role: "option", id }, pieces(text, true));
-    span.number = token;
-    this.spans.push(span);
+    const about = { role: "option", id, "aria-label": text.trim() ? null : `token ${token}` };
+    const span = element(`span.tw-t${special}`, about, pieces(text, true));
+    this.spans.push(Object.assign(span, { number: token }));
     return span;
   }
 
