@@ -13,8 +13,8 @@ BY_ALGORITHM = (
     "The same layer by algorithm, as multiples of dense `torch.compile` on an H200, with [even and "
     "skewed](docs/glossary.md#skewed-and-even-activity) activity. Our kernels run the paper's "
     "algorithm (TwELL) and our own paths. The authors' release was measured "
-    "[elsewhere](data/README.md#releasecsv), twice; these are the newer numbers, the older 1.57, "
-    "1.22, 1.54 and 1.57. [More cases, and an H100](docs/lessons/05_speedup.md#like-for-like-the-"
+    "[elsewhere](data/README.md#releasecsv), twice; an older run has, row by row, 1.57, 1.22, 1.54 "
+    "and 1.57. [More cases, and an H100](docs/lessons/05_speedup.md#like-for-like-the-"
     "papers-algorithm-ours-and-the-authors-release)."
 )
 
@@ -25,7 +25,7 @@ def counts(table: pd.DataFrame) -> str:
     judged = [numbers.get(name, 0) for name in paper.JUDGED]
     words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
     words += f", {sum(judged[4:])} open (a single run, or our models are too small)"
-    beyond = f"{numbers['beyond the paper']} numbers are of another algorithm or card"
+    beyond = f"{numbers['beyond the paper']} more are of another algorithm or card"
     return f"Of {sum(judged)} comparisons with the paper: {words}. {beyond}"
 
 
