@@ -13,9 +13,9 @@ BY_ALGORITHM = (
     "The same layer by algorithm, as multiples of dense `torch.compile` on an H200, with [even and "
     "skewed](docs/glossary.md#skewed-and-even-activity) activity. Our kernels run the paper's "
     "algorithm (TwELL) and our own paths. The authors' release was measured "
-    "[elsewhere](data/README.md#releasecsv), twice; an older run has, row by row, 1.57, 1.22, 1.54 "
-    "and 1.57. [More cases, and an H100](docs/lessons/05_speedup.md#like-for-like-the-"
-    "papers-algorithm-ours-and-the-authors-release)."
+    "[elsewhere](data/README.md#releasecsv), in brackets a day earlier. [More cases, and an "
+    "H100](docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-"
+    "release)."
 )
 
 
@@ -75,6 +75,12 @@ def sides(bench: analysis.Bench) -> str:
     some = analysis.like_for_like(bench).loc["layer", ""].reset_index()
     some = some.query("28 < active < 30 and tokens in (16384, 131072)").dropna(subset=analysis.SIDES)
     cells = some[analysis.SIDES].map("{:.2f}".format)
+    release = bench.rows("release.csv", None, "provider == 'release' and what == 'layer'")
+    release = release[release["active"].between(28, 30)].sort_values("date")
+    for (tokens, pattern), same in release.groupby(["tokens", "pattern"])["speedup"]:
+        if len(same) > 1:
+            case = (some["tokens"] == tokens) & (some["pattern"] == pattern)
+            cells.loc[case, analysis.RELEASE] += f" ({same.iloc[0]:.2f})"
     cells.insert(0, "one layer, 29 active", some["tokens"].map("{:,} tokens, ".format) + some["pattern"])
     return tables.markdown([tuple(cells), *cells.itertuples(index=False)], left=[0])
 

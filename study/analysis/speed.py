@@ -401,7 +401,7 @@ def _like_side(name: str) -> str:
     if name == "release":
         return RELEASE
     provider = providers.Provider.parse(name)
-    if provider.backend == PAPER or provider.path in ("twell", "hybrid"):
+    if provider.backend == PAPER or provider.path == "hybrid":
         return PAPERS
     if provider.third_party:
         return provider.backend
