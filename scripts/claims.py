@@ -73,7 +73,8 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
 def sides(bench: analysis.Bench) -> str:
     """Return README's table of one layer by algorithm, on one card."""
     some = analysis.like_for_like(bench).loc["layer", ""].reset_index()
-    some = some.query("28 < active < 30 and tokens in (16384, 131072)").dropna(subset=analysis.SIDES)
+    some = some.query("28 < active < 30 and tokens in (16384, 131072)")
+    some = some.dropna(subset=analysis.SIDES)
     cells = some[analysis.SIDES].map("{:.2f}".format)
     release = bench.rows("release.csv", None, "provider == 'release' and what == 'layer'")
     release = release[release["active"].between(28, 30)].sort_values("date")
@@ -81,7 +82,8 @@ def sides(bench: analysis.Bench) -> str:
         if len(same) > 1:
             case = (some["tokens"] == tokens) & (some["pattern"] == pattern)
             cells.loc[case, analysis.RELEASE] += f" ({same.iloc[0]:.2f})"
-    cells.insert(0, "one layer, 29 active", some["tokens"].map("{:,} tokens, ".format) + some["pattern"])
+    cases = some["tokens"].map("{:,} tokens, ".format) + some["pattern"]
+    cells.insert(0, "one layer, 29 active", cases)
     return tables.markdown([tuple(cells), *cells.itertuples(index=False)], left=[0])
 
 

@@ -39,8 +39,8 @@ def gate_words(x: Tensor, w: Tensor, b: Tensor | None = None, compression: int =
     """relu(x w^T + b), rounded to x.dtype and packed: the `words` of a PackedTwELL, tiles of 256.
 
     x [M, K], w [N, K] contiguous, b [N] or None, all bf16 or all fp16. Returns words as above, C =
-    `compression`, 0 in unused slots; non-zeros without a slot are dropped. Off Hopper g is stored, too. Raises ValueError for a
-    compression other than 2, 4, 8 and 16.
+    `compression`, 0 in unused slots; non-zeros without a slot are dropped. Off Hopper g is stored,
+    too. Raises ValueError for a compression other than 2, 4, 8 and 16.
     """
     check_compression(compression)
     words = torch.zeros(

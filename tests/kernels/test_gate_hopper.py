@@ -102,11 +102,13 @@ class Program:
         """What the roles' code calls, with the model in place of Gluon."""
         names = {name: getattr(self, name) for name in ("wait", "arrive", "expect")}
         tma = SimpleNamespace(async_copy_global_to_shared=self.copy, store_wait=lambda n: None)
-        gl = SimpleNamespace(program_id=lambda axis: self.number, minimum=min, float32=None, int32=None)
+        gl = SimpleNamespace(program_id=lambda axis: self.number, minimum=min)
+        gl.float32 = gl.int32 = None
         gl.static_range, gl.zeros = range, lambda *given: Sum()
         model = dict(gl=gl, tma=tma, mbarrier=SimpleNamespace(**names), store_panel=self.store)
         model |= dict(warpgroup_mma=self.multiply, warpgroup_mma_wait=self.finish)
-        model |= dict(product_layout=lambda *given: None, ROW_LAYOUT=None, gate_value=lambda acc, *given: acc)
+        model |= dict(product_layout=lambda *given: None, ROW_LAYOUT=None)
+        model |= dict(gate_value=lambda acc, *given: acc)
         model |= dict(panels_of=lambda acc, bits: [acc] * 4, range=range, tl=gl)
         for name in ("tile_of", "place_of", "multiply", "release", "store_part"):
             model[name] = FunctionType(getattr(gate_hopper, name).fn.__code__, model)

@@ -75,7 +75,9 @@ def ffn(
     backward: bool = option(False, "As in training, with gradients.", name="--backward"),
     tokens: str | None = option(None, "With commas; default: 1 to 131072.", parser=separated(int)),
     active: str = option("29", "Active per token.", LAYER, parser=separated(float)),
-    patterns: str = option("skewed", "With commas: skewed, even, lively.", LAYER, name="--pattern", parser=separated(str)),
+    patterns: str = option(
+        "skewed", "Of skewed, even, lively.", LAYER, name="--pattern", parser=separated(str)
+    ),
     hidden_size: HiddenSize = 2048,
     intermediate_size: IntermediateSize = 5632,
     gated: Gated = True,
