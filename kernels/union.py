@@ -428,5 +428,5 @@ def ffn(
         rest, sizes = (weights.b_up, scale, weights.s_up, g), (len(tokens), num_neurons)
         over_unions(union_up_kernel, tokens, weights.w_up, rest, unions, h, *sizes, **flags)
         down(h, weights.w_down_t, weights.b_down, unions, out)
-        del unions, g, bits, h  # before the next chunk allocates its own
+        del unions, g, bits, h, rest  # before the next chunk allocates its own
     return y

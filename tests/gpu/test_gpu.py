@@ -181,7 +181,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 def test_a_graph_may_take_another_path_than_the_calls_before(num_tokens):
     torch.use_deterministic_algorithms(False)
     sizes, path = (176, 336), ops.choose(num_tokens)  # widths that no other test compiles
-    tensors = skewed(num_tokens, *sizes, dtype=torch.float16)
+    tensors = {name: t if t is None else t.half() for name, t in skewed(num_tokens, *sizes).items()}
     layer = SparseFFN(*sizes, backend="auto", device="cuda", dtype=torch.float16).eval()
     for name in ("gate", "up", "down"):
         getattr(layer, f"{name}_proj").weight = nn.Parameter(tensors[f"w_{name}"], False)

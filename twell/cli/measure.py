@@ -87,6 +87,7 @@ def ffn(
         None,
         "stream: single calls, cache emptied between; graph: CUDA graphs, the default up to 4096 "
         "tokens; eager or compiled: calls back to back. With --backward stream or eager.",
+        name="--mode",
         metavar="MODE",
     ),
     energy: Energy = False,

@@ -120,7 +120,9 @@ def inspect(
     what: str = argument("MODEL", "A model, as for `twell trace`; or a trace, with its own text."),
     text: common.Text = None,
     file: common.File = None,
-    model: str | None = option(None, "The model that a trace came from.", INPUT, metavar="MODEL"),
+    model: str | None = option(
+        None, "The model that a trace came from.", INPUT, name="--model", metavar="MODEL"
+    ),
     start: int = option(0, "The first token of a trace to show; a page has 4,096.", INPUT),
     aggregate: common.Statistics = None,
     effects: int = option(200, "Neurons that the page can silence, the strongest.", min=0),
