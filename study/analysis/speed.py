@@ -147,7 +147,7 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
 def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     """Return the rows of each case whose active neurons are nearest to `active`, by ratio."""
     distance = np.log(table["active"].clip(lower=_LEAST_ACTIVE) / active).abs()
-    case = [table[column] for column in CASE if column in table]
+    case = [table[column] for column in [*CASE, *_LIKE] if column in table]
     nearest = distance.groupby(case).transform("min") + SAME_ACTIVE
     return table[distance <= nearest].reset_index(drop=True)
 

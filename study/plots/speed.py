@@ -1,4 +1,4 @@
-"""Figures of the speed of a layer: by activity, batch size and card, in training and in FP8."""
+"""Figures of speed: by activity, batch size, card and algorithm, in training and in FP8."""
 
 from collections.abc import Iterable
 
@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
+from study import analysis
 from study.plots import base
 from twell.measure import providers
 
@@ -241,6 +242,56 @@ def cards(table: pd.DataFrame) -> Figure:
         f"The faster sparse path; {shares.min():.2g} to {shares.max():.2g}% of the neurons active.",
         "Up to 2,048 tokens in CUDA graphs. The two cards ran commits of two days.",
         base.measured(),
+    )
+    return figure
+
+
+_ALGORITHMS = {
+    analysis.PAPERS: base.TWELL,
+    analysis.OURS: base.SPARSE,
+    analysis.OURS_FP8: base.in_fp8(base.SPARSE),
+    analysis.RELEASE: base.PAPER,
+}
+_TIMED = {  # what `analysis.like_for_like` names, in words
+    "layer": "one layer",
+    "layer step": "layer, training",
+    "model": "{} forward, eager",
+    "model, compiled": "{} forward",
+    "optimiser step": "{} step",
+}
+
+
+def like_for_like(table: pd.DataFrame, device: str) -> Figure:
+    """Draw speed-up over dense by algorithm, a group of bars a case.
+
+    table: cases of `analysis.like_for_like` of one device, with their index as columns.
+    """
+    table = table.sort_values(["what", "model"]).reset_index(drop=True)
+    tops = 5.0 * table.index
+    figure, ax = base.panel(base.PAGE, 0.7 + 0.6 * len(table))
+    for number, (side, colour) in enumerate(_ALGORITHMS.items()):
+        known = table[side].dropna()
+        ax.barh(tops[known.index] + number, known, 0.92, color=colour)
+        for case, speed in known.items():
+            name = f"{speed:.2f}" + f"  {side}" * (case == known.index[0])
+            place = speed, tops[case] + number
+            base.note(ax, name, place, (3, -0.5), va="center", **base.HALO)
+    ax.axvline(1, **_BASELINE)
+    names = []
+    for case in table.itertuples():
+        what = _TIMED[case.what].format(base.model_name(case.model))
+        pattern = "" if case.model else f", {case.pattern}"  # that of models is the paper's
+        names.append(f"{what}{pattern},\n{case.tokens:,} tokens")
+    base.row_names(ax, tops + 1.5, names)
+    ax.set_xlim(0, 1.5 * table[[*_ALGORITHMS]].max(axis=None))  # for the names
+    ax.set_xlabel("speed over dense, torch.compile")
+    low, high = table["active"].min(), table["active"].max()
+    figure.conditions = f"layers of 2048 x 5632, {low:.0f} to {high:.0f} active, {device}"
+    base.caption(
+        figure,
+        "The paper's algorithm by our kernels: TwELL words forward, the hybrid format in training.",
+        "The release was measured elsewhere. Bars of a group can be of different calls, each over",
+        "dense of its own call.",
     )
     return figure
 
