@@ -251,11 +251,6 @@ def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
     return table.assign(saved=saved, auto_saved=auto).reset_index(drop=True)
 
 
-def layers_at(table: pd.DataFrame, level: float) -> pd.DataFrame:
-    """Return the nearest level of `layer_contributions`, if its ratio is at most 2."""
-    return near_level(table, level, "level", 2)
-
-
 def correlation(table: pd.DataFrame) -> float:
     """Return Pearson's r of active neurons and saved time."""
     return float(table["active"].corr(table["saved"]))
