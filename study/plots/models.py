@@ -292,7 +292,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
     base.caption(
         figure,
         _IMPOSED,
-        f"{low:.0f} to {high:.0f} neurons are active. Tuned: sparse; the compiler tunes both sides.",
+        f"{low:.0f} to {high:.0f} neurons are active. Tuned: the compiler tunes both sides.",
         _PICKS,
         "FP8: of the feed-forward layers; all else is in bf16.",
         base.measured("replays"),
@@ -323,8 +323,8 @@ def overview(
         f"{case['active']:.0f} active neurons per token, {case['device']}; one measurement.",
         "Dense FP8 is the fastest of several.",
         f"Right: ours on {case['device']}, the paper's on {scale['paper_device'].iloc[0]}; random",
-        "weights whose gate fires as often as the paper reports, one measurement each. Bars span p20",
-        "to p80 of the timed calls of both sides.",
+        "weights whose gate fires as often as the paper reports, one measurement each. Bars span",
+        "p20 to p80 of the timed calls of both sides.",
     )
     return figure
 
