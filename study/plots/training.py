@@ -98,7 +98,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], rotation=45)
     base.plain(bottom.yaxis)
     runs = f"Each mark is a run, {_number(table.groupby('level').size())} a level"
-    change = "Numbers above: the change of cross-entropy from L1 = 0."
+    change = "Numbers above: the change of cross-entropy from L1 = 0, in %."
     joined = f"{runs}; the line joins means of a level."
     base.caption(figure, base.sentence(about), joined, change)
     return figure
