@@ -505,7 +505,8 @@ def steps(data: Recorded) -> Iterator[Row]:
 def models(data: Recorded) -> Iterator[Row]:
     yield from by_size(data, "forward", "forward", "energy")
     every = data.bench.rows("model_layers.csv", analysis.layer_contributions)
-    middle = analysis.layers_at(every.query("profile == 'paper' and model == '1.5b'"), 29)
+    middle = every.query("profile == 'paper' and model == '1.5b'")
+    middle = analysis.near_level(middle, 29, "level", 2)
     trained = every[every["model"] == "flagship-half"]
     for name, some in (("correlation", middle), ("correlation_trained", trained)):
         r, note = analysis.correlation(some), f"over {len(some)} layers"

@@ -147,7 +147,7 @@ def crossovers(table: pd.DataFrame) -> pd.DataFrame:
 def at_level(table: pd.DataFrame, active: float) -> pd.DataFrame:
     """Return the rows of each case whose active neurons are nearest to `active`, by ratio."""
     distance = np.log(table["active"].clip(lower=_LEAST_ACTIVE) / active).abs()
-    case = [table[column] for column in CASE if column in table]
+    case = [table[column] for column in [*CASE, *_LIKE] if column in table]
     nearest = distance.groupby(case).transform("min") + SAME_ACTIVE
     return table[distance <= nearest].reset_index(drop=True)
 
@@ -249,11 +249,6 @@ def layer_contributions(rows: pd.DataFrame) -> pd.DataFrame:
     table = timed.loc[_newest(levels, MODEL_CASE).index]
     saved, auto = table["dense"] - table["sparse"], table["dense"] - table["auto"]
     return table.assign(saved=saved, auto_saved=auto).reset_index(drop=True)
-
-
-def layers_at(table: pd.DataFrame, level: float) -> pd.DataFrame:
-    """Return the nearest level of `layer_contributions`, if its ratio is at most 2."""
-    return near_level(table, level, "level", 2)
 
 
 def correlation(table: pd.DataFrame) -> float:

@@ -20,26 +20,21 @@ from twell.inspector.figure import (
 def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw mean, 99th percentile and maximum of active neurons by layer (`analysis.per_layer`)."""
     figure, ax = base.panel(base.COLUMN, 2.7)
-    layer, overall = table["layer"], table["mean"].mean()
+    layer = table["layer"]
     shown = table[["mean", "p99", "max"]].clip(lower=base.ACTIVE_FLOOR)
-    line = {"color": base.SPARSE, "linestyle": ":", "linewidth": 1}
-    dots = {"edgecolors": base.SPARSE}
     ax.vlines(layer, shown["mean"], shown["max"], color="0.85", linewidth=1, zorder=1)
-    entries = {
-        "mean": ax.scatter(layer, shown["mean"], 18, color=base.SPARSE),
-        f"mean of all layers: {overall:.3g}": ax.axhline(max(overall, base.ACTIVE_FLOOR), **line),
-        "99th percentile": ax.scatter(layer, shown["p99"], 30, marker="_", color=base.SPARSE),
-        "busiest token": ax.scatter(layer, shown["max"], 18, "white", marker="^", **dots),
-    }
+    names = {"mean": ("mean", "o"), "p99": ("99th percentile", "_"), "max": ("busiest token", "^")}
+    for column, (name, marker) in names.items():
+        look = {"markersize": 5, "mfc": "white" if marker == "^" else base.SPARSE}
+        ax.plot(layer, shown[column], marker, color=base.SPARSE, **look)
+        place = layer.iloc[-1], shown[column].iloc[-1]
+        base.note(ax, name, place, (7, 0), va="center", color=base.SPARSE)
     ax.set(xlabel="layer", ylabel="active neurons per token", yscale="log")
     ax.set_ylim(0.6 * shown["mean"].min(), 1.6 * shown["max"].max())
     base.plain(ax.yaxis)
-    ax.set_xticks(layer[:: max(1, len(layer) // 10)])
+    ax.set_xticks(layer[:: max(1, len(layer) // 6)])
     ax.grid(False, axis="x")
-    base.legend(figure, "lower center", entries, ncols=2, labelspacing=0.3)
-    base.caption(
-        figure, base.sentence(about), "Grey lines reach from the mean to the busiest token."
-    )
+    base.caption(figure, base.sentence(about))
     return figure
 
 

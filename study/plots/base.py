@@ -146,7 +146,7 @@ def sentence(about: str) -> str:
 
 
 def caption(figure: Figure, *sentences: str) -> None:
-    """Note in `figure.caption` what a figure needs to be read alone; empty sentences are left out."""
+    """Note in `figure.caption` what a figure needs to be read alone, without empty sentences."""
     figure.caption = " ".join(sentence for sentence in sentences if sentence)
 
 

@@ -60,7 +60,7 @@ def _draw_cells(ax: Axes, panel: pd.DataFrame, tile_n: int) -> None:
             face, edge, ink = _KINDS.get(cell.kind, (colour, "white", ink))
             ax.add_patch(Rectangle((x, y), 1, 1, facecolor=face, edgecolor=edge, linewidth=0.5))
             if ink:
-                look = {"color": ink, "fontsize": 7, "ha": "center", "va": "center"}
+                look = {"color": ink, "fontsize": base.SMALL, "ha": "center", "va": "center"}
                 ax.text(x + 0.5, y + 0.53, cell.label, **look)
         for row, token in table.groupby("row")["token"].first().items():
             y = top + row + 0.53
@@ -74,13 +74,14 @@ def fig01_bytes(table: pd.DataFrame) -> Figure:
     shades = iter(sns.light_palette(base.TWELL, 4)[:0:-1])
     looks = {"Dense": (base.DENSE, ""), "ELL": (base.ELL, "D"), "Hybrid": (base.HYBRID, "X")}
     for name, line in table.groupby("format", sort=False):
-        colour, marker = looks.get(name.split(",")[0]) or (next(shades), "o")
+        kind = name.split(",")[0]
+        colour, marker = looks.get(kind) or (next(shades), "o")
         look = {"color": colour, "marker": marker, "markersize": 4, "mec": "white", "mew": 0.5}
+        look |= {"linewidth": 6} if kind == "Dense" else {}  # beneath TwELL of the same size
         ax.plot(100 * line["active_share"], line["relative"], **look)
         first = 100 * line["active_share"].iloc[0], line["relative"].iloc[0]
-        below = "TwELL" in name  # at C = 2 it is as large as dense
-        aside = {"color": "0.2", "va": "top" if below else "bottom"} | base.HALO
-        base.note(ax, name, first, (-2, -3 if below else 3), **aside)
+        offset = {"TwELL": (-2, -13), "ELL": (7, -4)}.get(kind, (-2, 4))
+        base.note(ax, name if kind == "TwELL" else kind, first, offset, **base.HALO)
     ax.set(xscale="log", yscale="log")
     ax.set(xlabel="active neurons (% of all)", ylabel="bytes (ratio to dense bf16)")
     base.plain(ax.xaxis, ax.yaxis)

@@ -1,5 +1,7 @@
 """Figures of whole models: tasks, speed, energy and memory (Figs 4 to 6, Table 1), decoding."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -73,65 +75,51 @@ def _gains(axes: np.ndarray, gains: pd.DataFrame) -> None:
         ax.bar(sparse["x"], sparse[column], 0.6, color=base.SPARSE, label="sparse")
         if auto[column].notna().any():
             ax.plot(auto["x"], auto[column], linestyle="", label="auto", **_MARK)
-        ends = [f"{column}_low", f"{column}_high"] if column == "faster" else [column] * 2
         if column == "faster":
-            base.bars(
-                ax, sparse["x"], sparse[column], *sparse[ends].T.to_numpy(), "black", zorder=4
-            )
-        _gain_notes(ax, sparse, auto, column, ends)
+            ends = sparse["faster_low"], sparse["faster_high"]
+            base.bars(ax, sparse["x"], sparse["faster"], *ends, "black", zorder=4)
+        _gain_notes(ax, sparse, auto, column)
         ax.axhline(0, color=base.DENSE, linewidth=1.2)
         ax.grid(False, axis="x")
         ax.set_xticks(range(len(levels)), [f"{active:.0f}" for active in levels])
-        aside = max(0.6, 1.6 - len(levels) / 4)  # no bar is a wall
-        ax.set_xlim(-aside, len(levels) - 1 + aside)
         ax.margins(y=0.2)
 
 
-def _gain_notes(
-    ax: Axes, sparse: pd.DataFrame, auto: pd.DataFrame, column: str, ends: list[str]
-) -> None:
+def _gain_notes(ax: Axes, sparse: pd.DataFrame, auto: pd.DataFrame, column: str) -> None:
     """Write the gain of each sparse bar beyond its error bar and the mark of auto."""
     others = auto.set_index("active")[column]
     for row in sparse[sparse[column].notna()].to_dict("records"):
-        value, heights = row[column], [row[column], *(row[end] for end in ends)]
-        heights.append(others.get(row["active"], np.nan))
+        value, heights = row[column], [row[column], others.get(row["active"], np.nan)]
+        heights += [row.get(f"{column}_{end}", np.nan) for end in ("low", "high")]
         far, offset, va = (np.nanmin, -4, "top") if value < 0 else (np.nanmax, 4, "bottom")
         place, look = (row["x"], far(heights)), {"ha": "center", "va": va}
         base.note(ax, base.change(value)[:-1], place, (0, offset), **look)
 
 
-def fig06_contributions(table: pd.DataFrame) -> Figure:
-    """Draw each layer's activity and the time that it saves (Fig. 6).
+def fig06_contributions(cases: Sequence[pd.DataFrame]) -> Figure:
+    """Draw each layer's activity and the time that it saves, a column a level (Figs 6, 10, 11).
 
-    table: `analysis.layer_contributions` of one model, level and device.
+    cases: `analysis.layer_contributions` of one model and device, a table a level.
     """
-    table = table.sort_values("layer")
-    layer, first = table["layer"], table.iloc[0]
-    figure, axes = base.subplots(base.COLUMN, 3.7, 2, 1, sharex=True)
-    top, bottom = axes[:, 0]
-    shown = table[["active", "active_max"]].clip(lower=base.ACTIVE_FLOOR)
-    dots = {"linestyle": "", "color": base.SPARSE, "markersize": 4.5}
-    top.plot(layer, shown["active"], marker="o", label="mean", **dots)
-    top.plot(layer, shown["active_max"], marker="^", mfc="white", label="busiest token", **dots)
-    top.set(yscale="log", ylabel="active neurons per\ntoken (log scale)")
-    top.set_ylim(0.5 * shown["active"].min(), 12 * shown["active_max"].max())
-    base.plain(top.yaxis)
-    r = f"{analysis.correlation(table):.3f}".replace("-", "−")
-    bottom.bar(layer, table["saved"], 0.7, color=base.SPARSE, label=f"sparse (r = {r})")
-    bottom.plot(layer, table["auto_saved"], linestyle="", label="auto", **_MARK)
-    bottom.axhline(0, color="black", linewidth=0.8)
-    bottom.set(xlabel="layer", ylabel="time saved over the\ndense layer (ms)")
-    bottom.margins(y=0.3)
-    bottom.set_xticks(layer[:: max(1, len(table) // 6)])
-    for ax in (top, bottom):
-        ax.grid(False, axis="x")
-        ax.legend(loc="upper right", ncols=2, handlelength=1, columnspacing=1, borderaxespad=0.2)
-    tokens = f"{first['batch']:.0f} x {first['context']:,.0f} tokens; {first['level']:.3g} active"
-    figure.conditions = f"{_model(table)}; {tokens}"
+    figure, axes = base.subplots(base.PAGE, 3.2, 2, len(cases), sharex=True, sharey="row")
+    for table, (top, bottom) in zip(cases, axes.T, strict=True):
+        active = table["active"].clip(lower=base.ACTIVE_FLOOR)
+        top.plot(table["layer"], active, "o", color=base.SPARSE, markersize=3.5)
+        top.set_title(f"{table['level'].iloc[0]:.0f} active", loc="left")
+        bottom.bar(table["layer"], table["saved"], 0.7, color=base.SPARSE, label="sparse")
+        bottom.plot(table["layer"], table["auto_saved"], linestyle="", label="auto", **_MARK)
+        bottom.axhline(0, color=base.DENSE, linewidth=1.2)
+        bottom.set_xlabel("layer")
+    axes[0, 0].set(yscale="log", ylabel="active neurons")
+    base.plain(axes[0, 0].yaxis)
+    axes[1, 0].set_ylabel("time saved (ms)")
+    base.legend(figure, "lower center", base.named(axes[1, 0]), ncols=2, handlelength=1)
+    first = cases[0].iloc[0]
+    tokens = f"{first['batch']:.0f} x {first['context']:,.0f} tokens"
+    figure.conditions = f"{_model(cases[0])}; {tokens}"
     base.caption(
         figure,
-        "Feed-forward layers, forward.",
-        "r: Pearson's correlation of mean activity and time saved.",
+        "Feed-forward layers, forward; time saved over the dense layer.",
         "One measurement; medians of the timed calls, without a recorded spread.",
     )
     return figure
@@ -279,23 +267,23 @@ def model_decode(table: pd.DataFrame) -> Figure:
     tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name]
     sides = dict(list(analysis.fastest(plain).groupby("side")))
     fp8 = {"marker": "o", "mfc": "white", "linestyle": "--"}
-    lines = {
-        "sparse FP8": (sides.get("sparse FP8", ()), base.SIDES["sparse FP8"], fp8),
-        "sparse": (sides.get("sparse", ()), base.SPARSE, {"marker": "o"}),
-        "dense FP8": (sides.get("dense FP8", ()), base.SIDES["dense FP8"], fp8),
-        "sparse, tuned": (tuned, base.SPARSE, {"marker": "s", "mfc": "white", "linestyle": ""}),
-        "auto": (plain[plain["provider"] == AUTO], base.AUTO, _MARK | {"linestyle": ""}),
+    square = {"marker": "s", "mfc": "white", "linestyle": ""}
+    lines = {  # rows, colour, look and where their name stands
+        "sparse FP8": (sides.get("sparse FP8", ()), base.SIDES["sparse FP8"], fp8, (7, 3)),
+        "sparse": (sides.get("sparse", ()), base.SPARSE, {"marker": "o"}, (7, 0)),
+        "dense FP8": (sides.get("dense FP8", ()), base.SIDES["dense FP8"], fp8, (-26, -11)),
+        "tuned": (tuned, base.SPARSE, square, (7, 0)),
+        "auto": (plain[plain["provider"] == AUTO], base.AUTO, _MARK | {"linestyle": ""}, (7, 8)),
     }
     figure, ax = base.panel(base.COLUMN, 2.8)
     context = table["context"].iloc[0]
     figure.conditions = f"{_model(table)}; decoding behind {context} tokens, in CUDA graphs"
-    for name, (rows, colour, look) in lines.items():
+    for name, (rows, colour, look, offset) in lines.items():
         if len(rows):
             ax.plot(rows["x"], rows["gain"], **{"color": colour, "markersize": 5} | look)
             base.bars(ax, rows["x"], rows["gain"], rows["low"], rows["high"], colour)
-            last = rows.iloc[-1]
-            offset, look = (7, -18 if len(rows) == 1 else 0), {"va": "center", "color": colour}
-            base.note(ax, name, (last["x"], last["gain"]), offset, **look | base.HALO)
+            last, look = rows.iloc[-1], {"va": "center", "color": colour} | base.HALO
+            base.note(ax, name, (last["x"], last["gain"]), offset, **look)
     ax.axhline(0, color=base.DENSE, linewidth=1.2)
     ax.set_xticks(range(len(batches)), batches)
     ax.set_xlim(-0.3, len(batches) + 0.3)  # for the names
@@ -335,8 +323,8 @@ def overview(
         f"{case['active']:.0f} active neurons per token, {case['device']}; one measurement.",
         "Dense FP8 is the fastest of several.",
         f"Right: ours on {case['device']}, the paper's on {scale['paper_device'].iloc[0]}; random",
-        "weights whose gate fires as often as the paper reports, one measurement each. Bars span p20",
-        "to p80 of the timed calls of both sides.",
+        "weights whose gate fires as often as the paper reports, one measurement each. Bars span",
+        "p20 to p80 of the timed calls of both sides.",
     )
     return figure
 
@@ -362,6 +350,7 @@ def _layer_times(ax: Axes, layers: pd.DataFrame) -> None:
         base.note(ax, f"{times[side]:.1f}", (place, times[side]), (0, 2), ha="center")
     ax.set_xticks(range(len(drawn)), [side.replace(" ", "\n") for side in drawn], rotation=90)
     ax.set(ylabel="time (ms)", ylim=(0, 1.15 * times["dense"]))
+    ax.locator_params(axis="y", nbins=3)
     ax.set_title("One layer", loc="left")
 
 

@@ -1,4 +1,4 @@
-"""Figures of the speed of a layer: by activity, batch size and card, in training and in FP8."""
+"""Figures of speed: by activity, batch size, card and algorithm, in training and in FP8."""
 
 from collections.abc import Iterable
 
@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import NullLocator
 
+from study import analysis
 from study.plots import base
 from twell.measure import providers
 
@@ -19,7 +20,6 @@ PROVIDERS = {  # colour, marker and name of each path
     providers.DECODE.name: (base.DECODE, "^", "decode path"),
     providers.HYBRID.name: (base.HYBRID, "X", "the paper's hybrid format"),
 }
-STYLES = [("-", True), ((0, (3.5, 1.5)), False), ((0, (1, 1)), False)]  # dashes, markers filled
 _BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}  # auto, beneath the others
 _BASELINE = {"color": base.DENSE, "linewidth": 1.2}
 _WAYS = {
@@ -43,20 +43,18 @@ def _layer(table: pd.DataFrame) -> str:
     return f"{kind} layer, {width} x {neurons}, {dtype}, {device}"
 
 
-def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str, styles: dict | None = None) -> None:
-    """Draw y against x, a line for each path and batch size; styles: of the sizes."""
-    for (name, tokens), line in table.sort_values(x).groupby(["provider", "line"]):
-        dashes, filled = (styles or {}).get(tokens, STYLES[0])
+def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str) -> None:
+    """Draw y against x, a line for each path."""
+    for name, line in table.sort_values(x).groupby("provider"):
         colour, marker, _ = PROVIDERS[name]
-        look = {"linestyle": dashes, "marker": marker, "markersize": 3.5, "zorder": 3}
+        look = {"marker": marker, "markersize": 3.5, "zorder": 3}
         look = _BROAD if name == providers.AUTO.name else look
-        face = colour if filled else "white"
-        ax.plot(line[x], line[y], color=colour, markerfacecolor=face, **look)
+        ax.plot(line[x], line[y], color=colour, **look)
 
 
-def _speed_lines(ax: Axes, table: pd.DataFrame, x: str, styles: dict | None = None) -> None:
+def _speed_lines(ax: Axes, table: pd.DataFrame, x: str) -> None:
     """Draw speed-up against x with its spread, and a line at 1."""
-    _lines(ax, table, x, "speedup", styles)
+    _lines(ax, table, x, "speedup")
     for name, rows in table[table["provider"] != providers.AUTO.name].groupby("provider"):
         ends = rows["speedup_low"], rows["speedup_high"]
         base.bars(ax, rows[x], rows["speedup"], *ends, PROVIDERS[name][0], zorder=3)
@@ -65,17 +63,14 @@ def _speed_lines(ax: Axes, table: pd.DataFrame, x: str, styles: dict | None = No
     base.plain(ax.yaxis)
 
 
-def _speed_legend(figure: Figure, names: Iterable[str], styles: dict | None = None) -> None:
-    """Write below the figure paths by colour and marker, then what each line style means."""
+def _speed_legend(figure: Figure, names: Iterable[str]) -> None:
+    """Write below the figure paths by colour and marker."""
     entries = {}
     for name in names:
         colour, marker, text = PROVIDERS[name]
         look = {"marker": marker, "markersize": 4}
         entries[text] = base.key(colour, **_BROAD if name == providers.AUTO.name else look)
     entries["dense, torch.compile"] = Line2D([], [], **_BASELINE)
-    for tokens, (dashes, filled) in (styles or {}).items():
-        look = {"marker": "o", "markersize": 4, "markerfacecolor": "0.6" if filled else "white"}
-        entries[f"{tokens:,} tokens"] = base.key("0.6", linestyle=dashes, **look)
     columns = 2 if len(entries) == 4 else 3
     base.legend(figure, "lower center", entries, ncols=columns, handlelength=2.6)
 
@@ -98,7 +93,7 @@ def _of_paths(table: pd.DataFrame) -> tuple[list[str], pd.DataFrame]:
     """Return names and rows of the sparse paths and auto."""
     rows = table[table["provider"].isin(PROVIDERS)]
     names = [name for name in PROVIDERS if name in set(rows["provider"])]
-    return names, rows.assign(line=rows["tokens"])
+    return names, rows
 
 
 def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
@@ -138,21 +133,20 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
 def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw a training step's speed-up and held memory by active neurons (Fig. 5, one layer).
 
-    table: `analysis.training_speedups` of one layer in one mode, with up to three batch sizes;
-    crossovers: `analysis.crossovers` of it.
+    table: `analysis.training_speedups` of one layer and batch size in one mode; crossovers:
+    `analysis.crossovers` of it.
     """
     table = table[table["pattern"].isin(_PATTERNS)]
     names, rows = _of_paths(table)
-    sizes = sorted(rows["tokens"].unique(), reverse=True)
+    (tokens,) = base.one_case(table, ["tokens"], "batch size")
     patterns = sorted(table["pattern"].unique(), reverse=True)
-    styles = dict(zip(sizes, STYLES, strict=False))
     size = base.PAGE, 0.9 + 1.75 * len(patterns)
     figure, axes = base.subplots(*size, len(patterns), 2, sharex=True, sharey="col")
     for pattern, (left, right) in zip(patterns, axes, strict=True):
         some, marked = (every[every["pattern"] == pattern] for every in (rows, crossovers))
-        _speed_lines(left, some, "active", styles)
+        _speed_lines(left, some, "active")
         _mark_crossovers(left, marked)
-        _lines(right, some, "active", "held_share", styles)
+        _lines(right, some, "active", "held_share")
         right.axhline(100, **_BASELINE)
         left.set(xscale="log", ylabel="speed over dense")
         right.set(xscale="log", ylim=(0, 110), ylabel="held memory\n(% of dense)")
@@ -161,8 +155,8 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
             base.plain(ax.xaxis)
     for ax in axes[-1]:
         ax.set_xlabel("active neurons per token")
-    figure.conditions = f"{_layer(table)}; forward and backward"
-    _speed_legend(figure, names, styles)
+    figure.conditions = f"{_layer(table)}, {tokens:,} tokens; forward and backward"
+    _speed_legend(figure, names)
     terms = "Held: bytes that forward keeps for backward. "
     terms += f"Points are of {rows['commit'].nunique()} commits."
     base.caption(figure, *map(_PATTERNS.get, patterns), terms, _CROSSED, base.measured())
@@ -186,7 +180,7 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     for way, ax in zip(ways, axes.flat, strict=False):
         some = rows[rows["mode"] == way]
         tokens = some["tokens"].unique()
-        _speed_lines(ax, some.assign(line=way), "tokens")
+        _speed_lines(ax, some, "tokens")
         ax.set_xscale("log", base=2)
         step = 4 if max(tokens) > 32 * min(tokens) else 2
         ticks = [n for n in (step**power for power in range(20)) if min(tokens) <= n <= max(tokens)]
@@ -220,8 +214,8 @@ def cards(table: pd.DataFrame) -> Figure:
     shapes = [*table.groupby(["hidden_size", "intermediate_size", "gated"])]
     figure, (row,) = base.subplots(base.PAGE, 2.3, 1, len(shapes), sharey=True)
     for ((width, neurons, gated), layer), ax in zip(shapes, row, strict=True):
-        for (device, rows), (dashes, filled) in zip(layer.groupby("device"), STYLES, strict=False):
-            rows, face = rows.sort_values("tokens"), base.SPARSE if filled else "white"
+        for (device, rows), dashes in zip(layer.groupby("device"), ("-", "--"), strict=False):
+            rows, face = rows.sort_values("tokens"), base.SPARSE if dashes == "-" else "white"
             look = {"color": base.SPARSE, "linestyle": dashes, "marker": "o", "mfc": face}
             name = " ".join(device.split()[:2])
             ax.plot(rows["tokens"], rows["speedup"], label=name, markersize=5, **look)
@@ -241,6 +235,56 @@ def cards(table: pd.DataFrame) -> Figure:
         f"The faster sparse path; {shares.min():.2g} to {shares.max():.2g}% of the neurons active.",
         "Up to 2,048 tokens in CUDA graphs. The two cards ran commits of two days.",
         base.measured(),
+    )
+    return figure
+
+
+_ALGORITHMS = {
+    analysis.PAPERS: base.TWELL,
+    analysis.OURS: base.SPARSE,
+    analysis.OURS_FP8: base.in_fp8(base.SPARSE),
+    analysis.RELEASE: base.PAPER,
+}
+_TIMED = {  # what `analysis.like_for_like` names, in words
+    "layer": "one layer",
+    "layer step": "layer, training",
+    "model": "{} forward, eager",
+    "model, compiled": "{} forward",
+    "optimiser step": "{} step",
+}
+
+
+def like_for_like(table: pd.DataFrame, device: str) -> Figure:
+    """Draw speed-up over dense by algorithm, a group of bars a case.
+
+    table: cases of `analysis.like_for_like` of one device, with their index as columns.
+    """
+    table = table.sort_values(["what", "model"]).reset_index(drop=True)
+    tops = 5.0 * table.index
+    figure, ax = base.panel(base.PAGE, 0.7 + 0.6 * len(table))
+    for number, (side, colour) in enumerate(_ALGORITHMS.items()):
+        known = table[side].dropna()
+        ax.barh(tops[known.index] + number, known, 0.92, color=colour)
+        for case, speed in known.items():
+            name = f"{speed:.2f}" + f"  {side}" * (case == known.index[0])
+            place = speed, tops[case] + number
+            base.note(ax, name, place, (3, -0.5), va="center", **base.HALO)
+    ax.axvline(1, **_BASELINE)
+    names = []
+    for case in table.itertuples():
+        what = _TIMED[case.what].format(base.model_name(case.model))
+        pattern = "" if case.model else f", {case.pattern}"  # that of models is the paper's
+        names.append(f"{what}{pattern},\n{case.tokens:,} tokens")
+    base.row_names(ax, tops + 1.5, names)
+    ax.set_ylim(tops[-1] + 4.2, -1.2)
+    ax.set_xlim(0, 1.5 * table[[*_ALGORITHMS]].max(axis=None))  # for the names
+    ax.set_xlabel("speed over dense, torch.compile")
+    low, high = table["active"].min(), table["active"].max()
+    figure.conditions = f"layers of 2048 x 5632, {low:.0f} to {high:.0f} active, {device}"
+    base.caption(
+        figure,
+        "The paper's algorithm by our kernels: TwELL words forward, the hybrid format in training.",
+        "The release was measured elsewhere. Bars of a group can be of different calls.",
     )
     return figure
 

@@ -5,17 +5,11 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from study import analysis
 from study.plots import base
 
-_STATUSES = {  # mark and name
-    "alive": ("o", "alive"),
-    "unused": ("s", "feed-forward unused"),
-    "dead layer": ("X", "dead layer"),
-}
 _ON_WHITE = {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5}, "zorder": 4}
 _PRICE = {"color": "0.5", "linestyle": "--", "linewidth": 0.8}  # the price that the paper accepts
 
@@ -58,7 +52,7 @@ def fig02_training_curves(curves: dict[str, pd.DataFrame], window: int, about: s
         _level_lines(axes[1, 1], dead.assign(value=100 * dead["value"]))
     _over_training(*axes[1], dead)
     axes[0, 0].set_ylabel("cross-entropy (nats)")
-    axes[0, 1].set_ylabel(f"minus that of L1 = {analysis.level_name(lowest)}")
+    axes[0, 1].set_ylabel(f"nats over L1 = {analysis.level_name(lowest)}")
     for ax in axes[0]:
         ax.set_xlabel("")
     colours = base.level_colours(loss["l1_coefficient"])
@@ -85,11 +79,9 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     means = table.groupby("level")[["cross_entropy", "cross_entropy_change", "active"]].mean()
     for ax, column in ((top, "cross_entropy"), (bottom, "active")):
         ax.plot(means[column].clip(lower=base.ACTIVE_FLOOR), color="0.7", linewidth=1)
-        for status, rows in table.groupby("status"):
-            colour = [colours[l1] for l1 in rows["l1_coefficient"]]
-            look = {"marker": _STATUSES[status][0], "linewidth": 0.4, "edgecolor": "white"}
-            heights = rows[column].clip(lower=base.ACTIVE_FLOOR)
-            ax.scatter(rows["level"], heights, 26, colour, zorder=3, **look)
+        heights, shades = table[column].clip(lower=base.ACTIVE_FLOOR), table["l1_coefficient"]
+        look = {"linewidth": 0.4, "edgecolor": "white", "zorder": 3}
+        ax.scatter(table["level"], heights, 26, shades.map(colours), **look)
         ax.margins(0.09, 0.2)
     # Notes stand where the line does not go.
     lowest, losses = table.groupby("level")["cross_entropy"].min(), means["cross_entropy"]
@@ -97,7 +89,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
         rises = level - 1 in losses.index and losses[level - 1] < losses[level]
         look = {"ha": "left" if rises else "center"} | _ON_WHITE
         place = (level, lowest[level]), (3 * rises, -12)
-        base.note(top, base.change(price, 1)[:-1], *place, **look)
+        base.note(top, base.change(price, 1)[: None if level == 1 else -1], *place, **look)
     for level, active in means["active"].items():
         place = level, max(active, base.ACTIVE_FLOOR)
         base.note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
@@ -105,11 +97,6 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
     bottom.set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
     bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], rotation=45)
     base.plain(bottom.yaxis)
-    shown = [mark for status, mark in _STATUSES.items() if status in set(table["status"])]
-    if len(shown) > 1:
-        look = {"linestyle": "", "markersize": 5}
-        keys = {name: base.key("0.55", marker=marker, **look) for marker, name in shown}
-        base.legend(figure, "upper center", keys, ncols=3, columnspacing=1, handletextpad=0)
     runs = f"Each mark is a run, {_number(table.groupby('level').size())} a level"
     change = "Numbers above: the change of cross-entropy from L1 = 0, in %."
     joined = f"{runs}; the line joins means of a level."
@@ -121,9 +108,6 @@ def _over_training(left: Axes, right: Axes, dead: pd.DataFrame) -> None:
     """Finish two panels over training: active neurons, and dead ones, if a window was filled."""
     left.set(yscale="log", ylabel="active neurons per token")
     base.plain(left.yaxis)
-    low, high = left.get_ylim()
-    if high < 200 * low:
-        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
     right.set_ylabel("dead neurons (%)")
     right.set_xlim(left.get_xlim())
     if dead.empty:
@@ -178,7 +162,7 @@ def scale_activity(
     table, paper: `analysis.sizes` and `analysis.paper_sizes`; noise: the deviation of
     `analysis.seed_noise` for active_fraction and cross_entropy_change.
     """
-    figure, ((left, right),) = base.subplots(base.PAGE, 2.4, 1, 2, sharex=True)
+    figure, ((left, right),) = base.subplots(base.PAGE, 2.5, 1, 2, sharex=True)
     runs = np.sqrt(1 / table["runs"] + 1 / table["dense_runs"])
     errors = {  # the logarithm of activity scatters
         "share": 100 * table["active_fraction"] * noise["active_fraction"] / np.sqrt(table["runs"]),
@@ -199,13 +183,13 @@ def scale_activity(
                 bar = errors[column][known.index]
                 ax.errorbar(size, height, bar, fmt="none", ecolor=colour, elinewidth=1)
             if ax is left:
-                place, look = (size.iloc[0], height.iloc[0]), {"va": "center", "color": colour}
-                base.note(ax, f"{whose}, L1 = {level}", place, (7, 2), **look)
+                place, look = (size.iloc[0], height.iloc[0]), {"va": "bottom", "color": colour}
+                base.note(ax, f"{whose}, L1 = {level}", place, (-4, 6), **look)
     for ax in (left, right):
         ax.set(xscale="log", xlabel="parameters (millions)")
         ax.margins(0.12)
         base.plain(ax.xaxis)
-    left.set(yscale="log", ylabel="active neurons per token (% of all)")
+    left.set(yscale="log", ylabel="active neurons (%)")
     base.plain(left.yaxis)
     right.axhline(analysis.MAX_PRICE, **_PRICE)
     low, high = right.get_ylim()
@@ -236,6 +220,8 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
         for ax, unit in zip(axes, (1e6, rows["parameters"].iloc[0], 1e6), strict=True):
             height = 100 * rows["share"] if ax is axes[2] else rows["price"]
             ax.plot(rows["tokens"] / unit, height, **look)
+            last = rows["tokens"].iloc[-1] / unit, height.iloc[-1]
+            base.note(ax, f"{rows['parameters'].iloc[0] / 1e6:.0f}M", last, (4, -2), color=colour)
             if ax is axes[2]:
                 continue
             known = rows[rows["seeds"] > 2]
@@ -244,15 +230,13 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
             for _, one in pairs[pairs["size"] == size].groupby("seed"):
                 one = one.sort_values("tokens")
                 ax.plot(one["tokens"] / unit, one["price"], color=colour, lw=0.6, alpha=0.5)
-        last = rows.iloc[-1]
-        name = f"{last['parameters'] / 1e6:.0f}M"
-        base.note(axes[0], name, (last["tokens"] / 1e6, last["price"]), (4, -2), color=colour)
     for ax in axes[:2]:
         ax.axhline(0, color="black", linewidth=0.8)
         ax.axhline(limit, **_PRICE)
     axes[1].axvline(_PAPER_RATIO, **_PRICE)
     axes[0].set(ylabel="cross-entropy (% over L1 = 0)")
     axes[1].set(xlabel="tokens per parameter", xscale="log")
+    axes[1].margins(x=0.3)  # for the names
     axes[2].set(ylabel="active neurons (%)", ylim=(0, None))
     for ax in axes[::2]:
         ax.set(xlabel="tokens (millions)", xlim=(0, 1.2e-6 * table["tokens"].max()))
@@ -281,15 +265,11 @@ def relufied_frontier(
     shares = sorted(set(table["wanted"]) - {0}, reverse=True)
     places = map(base.shade, np.linspace(0.1, 1, len(shares)))
     colours = {0: base.DENSE} | dict(zip(shares, places, strict=True))
-    runs = table.set_index("run")
-    entries: dict[str, Line2D] = {}
-    order = runs["wanted"].where(runs["wanted"] > 0, 1.0).sort_values(ascending=False).index
-    for run in [run for run in order if run in means.index]:
-        share = runs.loc[run, "wanted"]
-        mark = base.key(colours[share], marker="o", linestyle="")
-        entries[f"{100 * share:g}%" if share else runs.loc[run, "level"]] = mark
-        place = runs.loc[run, "kl"], 100 * means[run]
-        ax.plot(*place, "o", color=colours[share], zorder=3)
+    runs = table[table["run"].isin(means.index)].set_index("run")
+    for share, colour in colours.items():
+        some = runs[runs["wanted"] == share]
+        name = f"{100 * share:g}%" if share else "ReLU alone"
+        ax.plot(some["kl"], 100 * means[some.index], "o", color=colour, zorder=3, label=name)
     x = np.array([0.95 * min(frontier["low"], runs["kl"].min()), 1.05 * runs["kl"].max()])
     line = 100 * (frontier["intercept"] + frontier["slope"] * np.log(x))
     off = 100 * frontier["deviation"]
@@ -300,7 +280,7 @@ def relufied_frontier(
     ax.set(xlabel="KL divergence (nats)", xscale="log", ylabel="accuracy difference (points)")
     base.plain(ax.xaxis)
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6, 8)))
-    base.legend(figure, "right", entries, title="wanted share\nactive")
+    base.legend(figure, "right", title="wanted share\nactive")
     base.caption(
         figure,
         base.sentence(about),

@@ -180,6 +180,8 @@ def test_ours_stand_beside_the_release_like_for_like(tmp_path):
     columns = [*analysis.SIDES, third, "dense, ms", "the release's error"]
     np.testing.assert_allclose(table[columns].iloc[0], [*values], rtol=1e-6)
     np.testing.assert_allclose(table[analysis.SIDES].iloc[1], [np.nan, np.nan, np.nan, 1.25], rtol=1e-6)
+    cases = table.reset_index().assign(what=["layer", "model"], tokens=64, active=[29.0, 22.0])
+    assert len(analysis.at_level(cases, 29)) == 2  # each has its own nearest level
 
 
 def test_the_second_half_begins_at_the_half():

@@ -56,7 +56,7 @@ def plain(*axes: mpl.axis.Axis) -> None:
     """Write few plain numbers at log axes: 1, 2, 5 in each decade, or only 1 of many decades."""
     for axis in axes:
         low, high = axis.get_view_interval()
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 60 * low else (1,), numticks=20))
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,), numticks=20))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axis.set_minor_locator(NullLocator())
 
