@@ -6,6 +6,7 @@ the operator here chooses the path when it runs.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +30,33 @@ from twell.sparse.activations import ACTIVATIONS, get_activation
 from twell.sparse.calibration import COMPILED, FLOAT8, GRAPH, Calibration
 from twell.sparse.plan import POWERS, Chooser
 
+# Passes outside of CUDA graphs wait for Python where a dense layer has at most so many operations:
+# 6,144 tokens of 2048 x 5632 on an H200. There launching our kernels takes longer than they save.
+WAITING = 6144 * 2048 * 5632
 MODELS = {"Llama": llama, "SparseLlama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
+OPTIONS = "*, str activation, float threshold, int[] most, str[] paths"
+# Not a custom_op of torch, whose checks take 0.05 to 0.15 ms in each call.
+torch.library.define(PLANNED := "twell::planned_ffn", f"({ops.SCHEMA}{OPTIONS}) -> Tensor")
 
 
-@torch.library.custom_op(
-    "twell::planned_ffn",
-    mutates_args=(),
-    schema=f"({ops.SCHEMA}*, str activation, float threshold, str[] paths) -> Tensor",
-)
-def planned_ffn(x, *tensors, activation, threshold, paths):
-    """y as of twell::ffn. paths[n] serves 2^(n - 1) + 1 to 2^n tokens, the last one also more."""
+@torch.library.impl(PLANNED, "default")
+def planned_ffn(x, *tensors, activation, threshold, most, paths):
+    """y as of twell::ffn. paths[i] serves up to most[i] tokens, the last one also more."""
     weights, x_scale = ops.weights_of(activation, threshold, *tensors)
-    path = paths[min((len(x) - 1).bit_length(), len(paths) - 1)]
+    path = paths[min(bisect_left(most, len(x)), len(paths) - 1)]
     # Not by `ops.sparse_ffn`, whose CUDA graphs would take memory that vLLM does not know of.
     return ops.PATHS[path](ops.prepare(x), ops.aligned(weights), x_scale)
 
 
-@planned_ffn.register_fake
-def _(x, *tensors, activation, threshold, paths):
+@torch.library.register_fake(PLANNED)
+def _(x, *tensors, activation, threshold, most, paths):
     weights, x_scale = ops.weights_of(activation, threshold, *tensors)
     ops.check_tensors(x, weights, x_scale)
     return ops.empty_output(x)
 
 
 class SparseMLP(nn.Module):
-    """A feed-forward layer around vLLM's projections, which compute it where `paths` is None."""
+    """A feed-forward layer; vLLM's projections compute it where `paths` is None."""
 
     def __init__(self, stock: nn.Module, config: Any):
         super().__init__()
@@ -61,12 +64,12 @@ class SparseMLP(nn.Module):
         threshold = getattr(config, "activation_threshold", 0.0)
         self.act = get_activation(config.hidden_act, threshold, gated=self.gated)
         if not self.gated:
+            given = first.input_size, first.output_sizes[1:], first.has_bias
             options = {"quant_config": first.quant_config, "prefix": first.prefix}
-            sizes = first.input_size, first.output_sizes[1:]
-            first = linear.MergedColumnParallelLinear(*sizes, bias=first.has_bias, **options)
+            first = linear.MergedColumnParallelLinear(*given, **options)
         self.gate_up_proj, self.down_proj = first, stock.down_proj
         self.quantized = isinstance(first.quant_method, Float8Method)
-        self.paths: list[str] | None = None
+        self.paths: dict[str, list] | None = None  # options of planned_ffn
 
     def plan(self, config: Any, layer: int, folder: Path, captured: int) -> None:
         """Choose the paths by number of tokens, with CUDA graphs of up to `captured` tokens."""
@@ -77,7 +80,9 @@ class SparseMLP(nn.Module):
         if backend not in ("auto", "triton") or not (fits and ops.takes(down.weight.t(), size)):
             return
         down.weight.data = down.weight.data.t().contiguous().t()  # vLLM copies into it
-        paths = [ops.choose(tokens) for tokens in POWERS]
+        waiting = WAITING // (config.hidden_size * size)
+        most = sorted({*POWERS, captured, waiting} - {0})
+        paths = [ops.choose(tokens) for tokens in most]
         if backend == "auto":
             chooser = Chooser(config.hidden_size, size, self.gated)
             chooser.quantized = self.quantized
@@ -89,8 +94,9 @@ class SparseMLP(nn.Module):
             if (activity := getattr(config, ACTIVITY, None)) is not None:
                 tokens, active, union = activity[layer]
                 chooser.freeze({int(tokens): (active / shards, union / shards)})
-            paths = [chooser.path(n, GRAPH if n // 2 < captured else COMPILED) for n in POWERS]
-        self.paths = None if set(paths) == {"dense"} else paths
+            ours = {n: chooser.path(n, GRAPH if n <= captured else COMPILED) for n in most}
+            paths = ["dense" if captured < n <= waiting else ours[n] for n in most]
+        self.paths = None if set(paths) == {"dense"} else {"most": most, "paths": paths}
 
     def forward(self, x: Tensor) -> Tensor:
         first, down, act = self.gate_up_proj, self.down_proj, self.act
@@ -106,7 +112,8 @@ class SparseMLP(nn.Module):
             s_gate, s_up = self._gate_up(first.weight_scale)
         b_down = down.bias if down.tp_rank == 0 else None
         tensors = w_gate, w_up, down.weight, b_gate, b_up, b_down, x_scale, s_gate, s_up
-        y = planned_ffn(x, *tensors, activation=act.name, threshold=act.threshold, paths=self.paths)
+        options = {"activation": act.name, "threshold": act.threshold, **self.paths}
+        y = torch.ops.twell.planned_ffn(x, *tensors, **options)
         return tensor_model_parallel_all_reduce(y) if down.tp_size > 1 else y
 
     def _gate_up(self, tensor: Tensor | None, dim: int = 0) -> tuple[Tensor | None, Tensor | None]:
@@ -137,10 +144,8 @@ class Sparse:
                 block.mlp.plan(config, layer, folder, captured)
                 config.ffn_paths.append(block.mlp.paths)
         if not any(config.ffn_paths):
-            init_logger("vllm.twell").warning(
-                "the feed-forward layers compute densely: ffn_backend 'auto' chose that, or for "
-                "want of a GPU, bf16 or fp16, this backend, or the activity that twell.tune saves"
-            )
+            why = "by ffn_backend, by 'auto', or for want of a GPU, bf16 or fp16, or twell.tune"
+            init_logger("vllm.twell").warning("the feed-forward layers compute densely: %s", why)
 
 
 class Float8Config(QuantizationConfig):

@@ -67,7 +67,7 @@ def backend_differences(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def accuracies(table: pd.DataFrame) -> pd.DataFrame:
-    """Return `evaluations` to be read: a row a model, backend and type, a column a task and metric.
+    """Return `evaluations` of one backend and type to be read: a row a model, a column a score.
 
     Cells are "accuracy ± error" in %, in brackets where near chance or below it; rows are by size
     and level. The first row is chance, the second the number of items.
@@ -81,8 +81,8 @@ def accuracies(table: pd.DataFrame) -> pd.DataFrame:
     cell = accuracy + " ± " + stderr
     cell = cell.mask(table["verdict"].isin(["near chance", "below chance"]), "(" + cell + ")")
     column = table["task"] + np.where(table["metric"] == "acc", "", ", " + table["metric"])
-    name = table["model"] + ", " + table["backend"] + " " + table["dtype"] + ", L1 = "
-    name += table["l1_coefficient"].map(level_name)
+    column = column.str.replace("_", " ")
+    name = table["model"] + ", L1 = " + table["l1_coefficient"].map(level_name)
     wide = pd.DataFrame({"model": name, "column": column, "cell": cell})
     wide = wide.drop_duplicates(["model", "column"]).pivot(index="model", columns="column")["cell"]
     wide = wide.loc[name.unique(), column.unique()]
