@@ -10,7 +10,7 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "The same layer by algorithm, as multiples of dense `torch.compile` on an H200, with [even and "
+    "By algorithm, as multiples of dense `torch.compile` on an H200; layers with [even and "
     "skewed](docs/glossary.md#skewed-and-even-activity) activity. Our kernels run the paper's "
     "algorithm (TwELL) and our own paths. The authors' release was measured "
     "[elsewhere](data/README.md#releasecsv), in brackets a day earlier. [More cases, and an "
@@ -71,19 +71,22 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
 
 
 def sides(bench: analysis.Bench) -> str:
-    """Return README's table of one layer by algorithm, on one card."""
-    some = analysis.like_for_like(bench).loc["layer", ""].reset_index()
-    some = some.query("28 < active < 30 and tokens in (16384, 131072)")
-    some = some.dropna(subset=analysis.SIDES)
-    cells = some[analysis.SIDES].map("{:.2f}".format)
+    """Return README's table by algorithm, on one card."""
+    table = analysis.like_for_like(bench).dropna(subset=analysis.PAPERS).reset_index()
+    layer = "what == 'layer' and 28 < active < 30 and tokens in (16384, 131072)"
+    some = table.query(f"what == 'model, compiled' or ({layer} and pattern in ('even', 'skewed'))")
+    some = some.sort_values("what", ascending=False, kind="stable")
+    cells = some[analysis.SIDES].map("{:.2f}".format, na_action="ignore").fillna("–")
     release = bench.rows("release.csv", None, "provider == 'release' and what == 'layer'")
     release = release[release["active"].between(28, 30)].sort_values("date")
     for (tokens, pattern), same in release.groupby(["tokens", "pattern"])["speedup"]:
         if len(same) > 1:
             case = (some["tokens"] == tokens) & (some["pattern"] == pattern)
             cells.loc[case, analysis.RELEASE] += f" ({same.iloc[0]:.2f})"
-    cases = some["tokens"].map("{:,} tokens, ".format) + some["pattern"]
-    cells.insert(0, "one layer, 29 active", cases)
+    one = "one layer, " + some["pattern"] + some["active"].map(", {:.0f} active".format)
+    whole = some["model"].str.upper() + some["active"].map(" forward, {:.0f} active".format)
+    cells.insert(0, "case", one.where(some["model"] == "", whole))
+    cells.insert(1, "tokens", some["tokens"].map("{:,}".format))
     return tables.markdown([tuple(cells), *cells.itertuples(index=False)], left=[0])
 
 

@@ -202,7 +202,7 @@ def scale_activity(
     return figure
 
 
-_PAPER_RATIO = 10  # training tokens a parameter
+_PAPER_RATIO = 20  # training tokens a parameter
 
 
 def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "") -> Figure:
