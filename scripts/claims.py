@@ -10,12 +10,10 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "By algorithm, as multiples of dense `torch.compile` on an H200; layers with [even and "
-    "skewed](docs/glossary.md#skewed-and-even-activity) activity. Our kernels run the paper's "
-    "algorithm (TwELL) and our own paths. The authors' release was measured "
-    "[elsewhere](data/README.md#releasecsv), in brackets a day earlier. [More cases, and an "
-    "H100](docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-"
-    "release)."
+    "By algorithm on an H200, as multiples of dense `torch.compile`; layers with [even and skewed]"
+    "(docs/glossary.md#skewed-and-even-activity) activity. The authors' release was measured "
+    "[elsewhere](data/README.md#releasecsv), in brackets a day earlier. [More cases, and an H100]"
+    "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
 )
 
 
@@ -73,8 +71,8 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
 def sides(bench: analysis.Bench) -> str:
     """Return README's table by algorithm, on one card."""
     table = analysis.like_for_like(bench).dropna(subset=analysis.PAPERS).reset_index()
-    layer = "what == 'layer' and 28 < active < 30 and tokens in (16384, 131072)"
-    some = table.query(f"what == 'model, compiled' or ({layer} and pattern in ('even', 'skewed'))")
+    layer = "pattern != 'lively' and 28 < active < 30 and tokens in (16384, 131072)"
+    some = table.query(f"what == 'model, compiled' or what == 'layer' and {layer}")
     some = some.sort_values("what", ascending=False, kind="stable")
     cells = some[analysis.SIDES].map("{:.2f}".format, na_action="ignore").fillna("–")
     release = bench.rows("release.csv", None, "provider == 'release' and what == 'layer'")
@@ -83,10 +81,10 @@ def sides(bench: analysis.Bench) -> str:
         if len(same) > 1:
             case = (some["tokens"] == tokens) & (some["pattern"] == pattern)
             cells.loc[case, analysis.RELEASE] += f" ({same.iloc[0]:.2f})"
-    one = "one layer, " + some["pattern"] + some["active"].map(", {:.0f} active".format)
-    whole = some["model"].str.upper() + some["active"].map(" forward, {:.0f} active".format)
-    cells.insert(0, "case", one.where(some["model"] == "", whole))
-    cells.insert(1, "tokens", some["tokens"].map("{:,}".format))
+    whole = some["model"].str.upper() + " forward"
+    cells.insert(0, "case", whole.where(some["model"] != "", "one layer, " + some["pattern"]))
+    cells.insert(1, "active", some["active"].map("{:.0f}".format))
+    cells.insert(2, "tokens", some["tokens"].map("{:,}".format))
     return tables.markdown([tuple(cells), *cells.itertuples(index=False)], left=[0])
 
 

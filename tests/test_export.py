@@ -27,7 +27,7 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
     assert main(["export", str(run), *options]) == 0
     assert str(out) in capsys.readouterr().out
     model, tokenizer = load(out)
-    assert model.config.ffn_backend == "auto"
+    assert model.config.ffn_backend == "auto" and len(model.config.ffn_activity) == 2  # tuned
     assert model.dtype == torch.bfloat16 and model.config.training_tokens == 8 * 512
     assert tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
     for name, weight in load(run)[0].state_dict().items():

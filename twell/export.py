@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 
 from twell import results, tables, trace
+from twell.measure.calibration import tune
 from twell.models import check_llama, load, save
 from twell.train.text import evaluate, run_text
 
@@ -92,6 +93,7 @@ def export(run: str | Path, out: str | Path, *, text: str) -> Path:
     out.mkdir()
     if model.ffns[0].act.sparse:
         model.set_ffn_backend("auto")  # dense where there are no kernels
+        tune(model, blocks.draw(range(min(len(blocks), 4))).to(model.device))
     model.config.training_tokens = row["tokens"]  # the run's own configuration does not go with it
     try:
         save(model, tokenizer, out)

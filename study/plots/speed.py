@@ -266,7 +266,7 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
         known = table[side].dropna()
         ax.barh(tops[known.index] + number, known, 0.92, color=colour)
         for case, speed in known.items():
-            name = f"{speed:.2f}" + f"  {side}" * (case == known.index[0])
+            name = f"{speed:.2f}" + (f"  {side}" if case == known.index[0] else "")
             place = speed, tops[case] + number
             base.note(ax, name, place, (3, -0.5), va="center", **base.HALO)
     ax.axvline(1, **_BASELINE)
