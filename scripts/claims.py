@@ -10,9 +10,10 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "By algorithm on an H200, as multiples of dense `torch.compile`; layers with [even and skewed]"
-    "(docs/glossary.md#skewed-and-even-activity) activity. The authors' release was measured "
-    "[elsewhere](data/README.md#releasecsv), in brackets a day earlier. [More cases, and an H100]"
+    "Speed-up over dense `torch.compile` (bf16, H200, 131,072 tokens) by algorithm. *Skewed*: few "
+    "neurons fire often, as in trained models; *even*: all equally often.\n\"Ours\" are our kernels. The "
+    "release was [measured elsewhere](data/README.md#releasecsv), in brackets a day earlier.\n[More"
+    " cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
 )
 
@@ -22,7 +23,7 @@ def counts(table: pd.DataFrame) -> str:
     numbers = table["verdict"].value_counts()
     judged = [numbers.get(name, 0) for name in paper.JUDGED]
     words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
-    words += f", {sum(judged[4:])} open (a single run, or our models are too small)"
+    words += f", {sum(judged[4:])} open (one run, or too small models)"
     beyond = f"{numbers['beyond the paper']} more are of another algorithm or card"
     return f"Of {sum(judged)} comparisons with the paper: {words}. {beyond}"
 
@@ -65,14 +66,14 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
         rows.append((line["what"], line["conditions"].format(note), printed, ours))
     names = "", "conditions", "paper (H100)", "ours (H200)"
     shown = tables.markdown([names, *rows], left=range(4))
-    return f"{shown}\n\n{counts(table)} ([each one](docs/claims.md))."
+    return f"{shown}\n\n{counts(table)} ([all](docs/claims.md))."
 
 
 def sides(bench: analysis.Bench) -> str:
     """Return README's table by algorithm, on one card."""
     table = analysis.like_for_like(bench).dropna(subset=analysis.PAPERS).reset_index()
-    layer = "pattern != 'lively' and 28 < active < 30 and tokens in (16384, 131072)"
-    some = table.query(f"what == 'model, compiled' or what == 'layer' and {layer}")
+    layer = "what == 'layer' and pattern != 'lively' and 28 < active < 30 and tokens == 131072"
+    some = table.query(f"what == 'model, compiled' or {layer}")
     some = some.sort_values("what", ascending=False, kind="stable")
     cells = some[analysis.SIDES].map("{:.2f}".format, na_action="ignore").fillna("–")
     release = bench.rows("release.csv", None, "provider == 'release' and what == 'layer'")
@@ -84,7 +85,6 @@ def sides(bench: analysis.Bench) -> str:
     whole = some["model"].str.upper() + " forward"
     cells.insert(0, "case", whole.where(some["model"] != "", "one layer, " + some["pattern"]))
     cells.insert(1, "active", some["active"].map("{:.0f}".format))
-    cells.insert(2, "tokens", some["tokens"].map("{:,}".format))
     return tables.markdown([tuple(cells), *cells.itertuples(index=False)], left=[0])
 
 
