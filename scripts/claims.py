@@ -10,10 +10,10 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "Speed-up over dense `torch.compile` (bf16, H200, 131,072 tokens) by algorithm. *Skewed*: few "
-    "neurons fire often, as in trained models; *even*: all equally often.\n\"Ours\" are our kernels. The "
-    "release was [measured elsewhere](data/README.md#releasecsv), in brackets a day earlier.\n[More"
-    " cases, and an H100]"
+    "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*: few "
+    "neurons fire often, much as in trained models; *even*: all equally often.\nThe release's "
+    "numbers are [from others' runs](data/README.md#releasecsv), in brackets those of a day before."
+    "\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
 )
 
@@ -23,8 +23,8 @@ def counts(table: pd.DataFrame) -> str:
     numbers = table["verdict"].value_counts()
     judged = [numbers.get(name, 0) for name in paper.JUDGED]
     words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
-    words += f", {sum(judged[4:])} open (one run, or too small models)"
-    beyond = f"{numbers['beyond the paper']} more are of another algorithm or card"
+    words += f", {sum(judged[4:])} open (one run, or small models)"
+    beyond = f"Another {numbers['beyond the paper']} are of another algorithm or card"
     return f"Of {sum(judged)} comparisons with the paper: {words}. {beyond}"
 
 
