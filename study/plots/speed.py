@@ -22,12 +22,7 @@ PROVIDERS = {  # colour, marker and name of each path
 }
 _BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}  # auto, beneath the others
 _BASELINE = {"color": base.DENSE, "linewidth": 1.2}
-_WAYS = {
-    "graph": "in a CUDA graph",
-    "stream": "separate calls",
-    "eager": "eager calls in a row",
-    "compiled": "compiled calls in a row",
-}
+_WAYS = {"graph": "in a CUDA graph", "stream": "separate calls"}
 _PATTERNS = {
     "skewed": "Skewed: a few neurons fire often, as in trained models.",
     "even": "Even: all neurons fire equally often.",
@@ -172,12 +167,8 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     (pattern,) = base.one_case(table, ["pattern"], "pattern")
     names, rows = _of_paths(table)
     ways = [way for way in _WAYS if way in set(rows["mode"])]
-    lines = -(-len(ways) // 2)
-    size = base.PAGE, 0.9 + 1.8 * lines
-    figure, axes = base.subplots(*size, lines, min(len(ways), 2), sharey=True)
-    for ax in axes.flat[len(ways) :]:
-        ax.remove()
-    for way, ax in zip(ways, axes.flat, strict=False):
+    figure, (axes,) = base.subplots(base.PAGE, 2.7, 1, len(ways), sharey=True)
+    for way, ax in zip(ways, axes, strict=True):
         some = rows[rows["mode"] == way]
         tokens = some["tokens"].unique()
         _speed_lines(ax, some, "tokens")
@@ -188,10 +179,8 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
         ax.xaxis.set_minor_locator(NullLocator())
         ax.set_xlim(min(tokens) / 1.5, max(tokens) * 1.5)
         ax.set_title(_WAYS[way], loc="left")
-    for ax in axes[-1]:
         ax.set_xlabel("tokens in the call")
-    for ax in axes[:, 0]:
-        ax.set_ylabel("speed over dense")
+    axes[0].set_ylabel("speed over dense")
     figure.conditions = f"{_layer(table)}, forward; {pattern} activity, {active:g} active"
     _speed_legend(figure, names)
     low, high = rows["active"].min(), rows["active"].max()
@@ -199,8 +188,7 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
         figure,
         _PATTERNS[pattern],
         f"Each panel is of one commit; {low:.3g} to {high:.3g} neurons are active.",
-        "In the panels but the separate calls, 8 sets of weights take turns." * (len(ways) > 1),
-        "Eager calls are beside the faster one of compiled and uncompiled dense.",
+        "In CUDA graphs 8 sets of weights take turns.",
         base.measured(),
     )
     return figure
