@@ -1,19 +1,18 @@
 """Whole models on a GPU: every measurement of a small one, with the real kernels and clock."""
 
-import functools
-
 import pandas as pd
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 pytest.importorskip("triton")
 
 from twell.__main__ import main
-from twell.measure import decode, model, runner, serving
+from twell.measure import decode, imposed, model, runner
 from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
 from twell.measure.providers import model_providers
+from twell.measure.sides import random_model
 from twell.measure.trainer import train_step
 from twell.sparse.plan import EAGER, Chooser
 
@@ -89,13 +88,20 @@ def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
         return result
 
     monkeypatch.setattr(Chooser, "path", noting)
-    small = functools.partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=512)
-    monkeypatch.setattr(serving, "ContinuousBatchingConfig", small)
-    for name, value in {"REQUESTS": 8, "SHORTEST": 16, "LONGEST": 200, "NEW_TOKENS": 8}.items():
-        monkeypatch.setattr(serving, name, value)
     sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
-    rows = serving.serve("2b", sizes, cuda_graph=True, active=24)
-    assert [row["rounds"] for row in rows] == [2, 2, 2]
+    batched, _ = random_model("2b", sizes, 256, torch.device("cuda"))
+    imposed.impose(batched, [24.0] * 2)
+    batched.set_ffn_backend("auto")
+    tokens = imposed.draw_tokens(4096, 8, 200, device="cuda")
+    for ffn, layer in zip(batched.ffns, imposed.activity_of(batched, tokens), strict=True):
+        ffn.observe(layer["mean"], layer["union"])
+    options = {"use_cuda_graph": True, "num_blocks": 32, "max_batch_tokens": 512}
+    answers = batched.generate_batch(
+        tokens.tolist(),
+        generation_config=GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(**options),
+    )
+    assert [len(answer.generated_tokens) for answer in answers.values()] == [8] * 8
     assert {situation for situation, *_ in captured} == {"graph"}
     assert ("graph", True, "decode") in captured
 

@@ -15,7 +15,7 @@ from tests.factories.measure import TINY
 from twell.__main__ import main
 from twell.measure import serving
 
-RESULT = dict.fromkeys(serving.COLUMNS["serve"][-8:], 2.0)
+RESULT = dict.fromkeys(serving.COLUMNS["serve"][-7:], 2.0)
 SIZES = {"LEVELS": {1: 2, 4: 6}, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3}
 
 
@@ -44,7 +44,8 @@ class Vllm:
 
     def bench(self, words):
         self.words.append(words)
-        return RESULT | {"completed": int(words[words.index("--num-prompts") + 1])}
+        number = int(words[words.index("--num-prompts") + 1])
+        return RESULT | {"completed": number, "total_input_tokens": 100 * number}
 
 
 @pytest.fixture
@@ -77,8 +78,9 @@ def test_both_servers_are_timed_in_turns(vllm, options, precision):
     assert rows["at_once"].tolist() == [1, 1, 4, 4] * 2
     assert rows["requests"].tolist() == [2, 2, 6, 6] * 2
     assert rows["round"].tolist() == [1] * 4 + [2] * 4
+    assert (rows["prompt_tokens"] == 100 * rows["requests"]).all()
     assert (rows["precision"] == precision).all() and (rows[[*RESULT]] == 2).all(axis=None)
-    _, active, _ = zip(*json.loads((vllm.folder / "config.json").read_text())["ffn_activity"])
+    _, active, _ = zip(*json.loads((vllm.folder / "config.json").read_text())["ffn_activity"], strict=True)
     assert rows["active"].tolist() == pytest.approx([sum(active) / 3] * 8, abs=0.01)
     (dense, _), (sparse, _) = vllm.servers
     assert '{"ffn_backend": "dense"}' in dense and not {'{"ffn_backend": "dense"}'} & {*sparse}

@@ -37,7 +37,7 @@ COLUMNS = {
         "decode": f"{MODEL} {ACTIVITY} steps mode provider path relative_rms layer_rms same "
         f"{SPEED} tokens_per_second {ENERGY} idle",
         "serve": f"model parameters {SIZES} profile precision active tensor_parallel new_tokens "
-        "at_once requests round provider total_input_tokens request_throughput mean_ttft_ms "
+        "at_once requests round provider prompt_tokens request_throughput mean_ttft_ms "
         "median_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms p99_tpot_ms",
         "quality": "model parameters source tokens sequences provider cross_entropy difference low "
         "high dense_difference dense_low dense_high active",

@@ -37,20 +37,16 @@ from twell.models.convert import ACTIVITY
 from twell.trace.texts import held_out, load_with_tokenizer
 
 LEVELS = {1: 8, 8: 48, 32: 128, 128: 384}  # requests at once, and in all
-ROUNDS, SEED, NEW_TOKENS = 4, 0, 128
+ROUNDS, SEED, NEW_TOKENS, STARTING = 4, 0, 128, 900  # the last one in seconds
 SHORTEST, LONGEST, CONTEXT = 128, 1024, 2048  # tokens of prompts, and what a new model can read
 # The check: tokens of its prompts and answers, and what it allows as a share of the logits'
 # standard deviation: how much lower than the first choice a token is, errors of log-probabilities.
 CHECKED, ANSWER, NEAR_TIE, ERROR = (1, 7, 64, 300, 700, 1024), 64, 0.1, 0.05
-STARTING = 900  # seconds
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 SERVE = "--served-model-name m --no-enable-prefix-caching --dtype bfloat16"
 DENSE = ["--hf-overrides", '{"ffn_backend": "dense"}']
-BENCH = (
-    "--backend openai --model m --dataset-name custom --skip-chat-template --disable-shuffle "
-    f"--custom-output-len {NEW_TOKENS} --ignore-eos --temperature 0 --disable-tqdm "
-    "--percentile-metrics ttft,tpot"
-)
+BENCH = "--backend openai --model m --dataset-name custom --skip-chat-template --disable-shuffle"
+GREEDY = f"--custom-output-len {NEW_TOKENS} --ignore-eos --temperature 0 --disable-tqdm"
 
 
 @torch.no_grad()
@@ -81,8 +77,8 @@ def serve(
         create(folder, size, overrides, fp8, gpu.device)
     fields = read_json(folder / "config.json")
     backend, activity = fields.get("ffn_backend", "auto"), fields.get(ACTIVITY)
-    is_sparse = backend != "dense" and activity is not None
-    require(is_sparse, f"{folder} is dense, or has no activity: use the backend 'auto', twell.tune")
+    unfit = f"vLLM computes {folder} densely: set the backend 'auto' and call twell.tune"
+    require(backend != "dense" and activity is not None, unfit)
     model, tokenizer = load_with_tokenizer(folder, backend="dense", dtype=torch.bfloat16)
     model.to(gpu.device)
     case = model_columns(size, model, "checkpoint" if is_saved else "paper")
@@ -120,15 +116,15 @@ def serve(
         turns = itertools.product(range(ROUNDS + 1), LEVELS.items())
         for count, (at_once, requests) in turns:  # the first round warms up
             for provider, address in list(addresses.items())[:: -1 if count % 2 else 1]:
-                words = [*BENCH.split(), "--tokenizer", str(folder), "--dataset-path", str(prompts)]
+                words = ["--tokenizer", str(folder), "--dataset-path", str(prompts)]
                 words += ["--num-prompts", str(requests), "--max-concurrency", str(at_once)]
-                result = bench([*words, "--base-url", address])
+                result = bench([*BENCH.split(), *GREEDY.split(), *words, "--base-url", address])
                 if result["completed"] != requests:
                     raise RuntimeError(f"vLLM finished {result['completed']} of {requests} requests")
                 row = case | {"provider": provider.name, "at_once": at_once, "requests": requests}
-                row["round"] = count
-                measured = [name for name in COLUMNS["serve"] if name not in row]
-                row |= {name: significant(result[name], 5) for name in measured}
+                row |= {"round": count, "prompt_tokens": result["total_input_tokens"]}
+                times = [name for name in COLUMNS["serve"] if name not in row]
+                row |= {name: significant(result[name], 4) for name in times}
                 rows.add("serve", [row] if count else [])
     return rows.by_file["serve"]
 
