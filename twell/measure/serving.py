@@ -81,12 +81,14 @@ def serve(
     require(backend != "dense" and activity is not None, unfit)
     model, tokenizer = load_with_tokenizer(folder, backend="dense", dtype=torch.bfloat16)
     model.to(gpu.device)
+    torch.cuda.empty_cache()  # what `create` took
     case = model_columns(size, model, "checkpoint" if is_saved else "paper")
     case |= {"parameters": num_weights(model), "tensor_parallel": tensor_parallel}
     case |= {"precision": "FP8" if sparse_ffns(model)[0].quantized else "bfloat16"}
     case |= {"active": round(fmean(layer[1] for layer in activity), 2), "new_tokens": NEW_TOKENS}
 
-    longest = min(LONGEST, model.config.max_position_embeddings - NEW_TOKENS - 1)
+    # A part of a text may have other tokens again, and more.
+    longest = min(LONGEST, model.config.max_position_embeddings - 2 * NEW_TOKENS)
     number, g = max(LEVELS.values()), torch.Generator().manual_seed(SEED)
     lengths = torch.randint(SHORTEST, longest + 1, (number,), generator=g).tolist()
     if is_saved:
@@ -102,7 +104,7 @@ def serve(
 
     # Each has half of the GPU. vLLM itself would count the memory that the other server takes.
     command = [*VLLM, str(folder), *SERVE.split(), "--tensor-parallel-size", str(tensor_parallel)]
-    command += ["--gpu-memory-utilization", "0.45"]
+    command += ["--gpu-memory-utilization", "0.4"]
     command += ["--kv-cache-memory-bytes", str(torch.cuda.mem_get_info()[1] // 3)]
     commands = {DENSE_COMPILED: [*command, *DENSE], Provider(backend, None, COMPILED): command}
     with contextlib.ExitStack() as stack:
