@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,14 +14,15 @@ import torch
 
 import twell
 from tests.factories.measure import TINY
+from twell import results
 from twell.__main__ import main
 from twell.measure import serving
 from twell.models import read_json
 
-RESULT = dict.fromkeys(serving.COLUMNS["serve"][-7:], 2.0)
-SIZES = {"LEVELS": {1: 2, 4: 6}, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3}
+LEVELS = {1: 2, 4: 6}
+SIZES = {"LEVELS": LEVELS, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3}
+UNTUNED = results.root() / "data" / "checkpoints" / "twell-6m"
 SLEEP, EXIT = "import time; time.sleep(600)", "raise SystemExit('no such model')"
-DENSE = '{"ffn_backend": "dense"}'
 
 
 class Vllm:
@@ -29,9 +31,10 @@ class Vllm:
     def __init__(self, out):
         self.out, self.folder, self.servers, self.words = out, out / "serve/model", [], []
         self.package, self.program, self.error, self.token, self.chance = "vllm", SLEEP, None, 0, 0
+        self.given = ["2b", *TINY]
 
-    def measure(self, *options, model=("2b", *TINY)):
-        return main(["measure", "serve", *model, *options, "--out", str(self.out)])
+    def measure(self):
+        return main(["measure", "serve", *self.given, "--out", str(self.out)])
 
     def start(self, command, **options):
         process = subprocess.Popen([sys.executable, "-c", self.program], **options)
@@ -56,7 +59,8 @@ class Vllm:
             raise self.error
         self.words.append(words)
         number = int(words[words.index("--num-prompts") + 1])
-        return RESULT | {"completed": number, "total_input_tokens": 100 * number}
+        result = {"completed": number, "total_input_tokens": 100 * number}
+        return result | dict.fromkeys(serving.COLUMNS["serve"][-7:], 2.0)
 
 
 @pytest.fixture
@@ -72,39 +76,38 @@ def vllm(dense_kernels, monkeypatch, tmp_path):
     assert all(process.returncode is not None for _, process in vllm.servers)
 
 
-@pytest.mark.parametrize("options, precision", [([], "bfloat16"), (["--fp8"], "FP8")])
-def test_both_servers_are_timed_in_turns(vllm, options, precision):
-    assert vllm.measure(*options) == 0
+@pytest.mark.parametrize("kind", ["bfloat16", "FP8", "a folder"])
+def test_both_servers_are_timed_in_turns(vllm, tmp_path, kind):
+    about = ["2b", "paper", kind]
+    if kind == "FP8":
+        vllm.given += ["--fp8"]
+    elif kind == "a folder":
+        about = [kind, "checkpoint", "bfloat16"]
+        vllm.folder, text = tmp_path / kind, tmp_path / "text.txt"
+        serving.create(vllm.folder, "2b", TINY, False, torch.device("cpu"))
+        text.write_text(" ".join(f"w{i % 9}" for i in range(70_000)))
+        vllm.given = [str(vllm.folder), "--source", str(text)]
+    assert vllm.measure() == 0
     rows = pd.read_csv(vllm.out / "serve.csv")
-    names = ["dense torch.compile", "auto torch.compile"]
-    assert rows["provider"].tolist() == [*names[::-1] * 2, *names * 2]
-    assert rows["at_once"].tolist() == [1, 1, 4, 4] * 2
-    assert rows["requests"].tolist() == [2, 2, 6, 6] * 2
-    assert rows["round"].tolist() == [1] * 4 + [2] * 4
-    assert (rows["prompt_tokens"] == 100 * rows["requests"]).all()
-    assert (rows["precision"] == precision).all() and (rows[[*RESULT]] == 2).all(axis=None)
+    order = "auto", "dense"
+    expected = [
+        [f"{name} torch.compile", at_once, requests, count, 100 * requests, 2.0]
+        for count in (1, 2)
+        for at_once, requests in LEVELS.items()
+        for name in order[:: 1 if count == 1 else -1]
+    ]
+    columns = ["provider", "at_once", "requests", "round", "prompt_tokens", "median_tpot_ms"]
+    assert rows[columns].to_numpy().tolist() == expected
+    assert len(vllm.words) == 12  # one round more, which warms up
     _, active, _ = zip(*read_json(vllm.folder / "config.json")["ffn_activity"], strict=True)
     assert rows["active"].tolist() == pytest.approx([sum(active) / 3] * 8, abs=0.01)
-    assert [DENSE in command for command, _ in vllm.servers] == [True, False]
-    texts = [json.loads(line)["prompt"] for line in (vllm.out / "serve/prompts.jsonl").open()]
-    assert len(texts) == 6 and all(128 <= len(text.split()) <= 1024 for text in texts)
-    assert len(vllm.words) == 12  # one round more, which warms up
-
-
-def test_a_saved_folder_is_served_with_a_text(vllm, tmp_path, capsys):
-    vllm.folder = tmp_path / "mine"
-    serving.create(vllm.folder, "2b", TINY, False, torch.device("cpu"))
-    (tmp_path / "words.txt").write_text(" ".join(f"w{i % 9}" for i in range(70_000)))
-    options = {"model": [str(vllm.folder), "--source", str(tmp_path / "words.txt")]}
-    assert vllm.measure(**options) == 0
-    rows = pd.read_csv(vllm.out / "serve.csv")
-    assert (rows["model"] == "mine").all() and (rows["profile"] == "checkpoint").all()
+    assert rows[["model", "profile", "precision"]].to_numpy().tolist() == [about] * 8
     assert all(str(vllm.folder) in command for command, _ in vllm.servers)
-    assert "w8 w0 w1" in (vllm.out / "serve/prompts.jsonl").read_text()
-    model, _ = twell.load(vllm.folder)
-    twell.tune(model, None)
-    model.save_pretrained(vllm.folder)
-    assert vllm.measure(**options) == 2 and "twell.tune" in capsys.readouterr().err
+    dense = '{"ffn_backend": "dense"}'
+    assert [dense in command for command, _ in vllm.servers] == [True, False]
+    prompts = [json.loads(line)["prompt"] for line in (vllm.out / "serve/prompts.jsonl").open()]
+    assert len(prompts) == 6 and all(128 <= len(prompt.split()) <= 1024 for prompt in prompts)
+    assert all("w8 w0 w1" in prompt for prompt in prompts) == (kind == "a folder")
 
 
 @pytest.mark.parametrize(
@@ -116,11 +119,12 @@ def test_a_saved_folder_is_served_with_a_text(vllm, tmp_path, capsys):
         ("error", KeyboardInterrupt("enough"), 130, "enough", 2),
         ("error", OSError("no answer"), 2, "no answer", 2),
         ("program", EXIT, 2, "no such model", 1),
-        ("package", None, 2, "pip install -e '.[vllm]'", 0),
+        ("package", None, 2, r"pip install -e '\.\[vllm\]'", 0),
+        ("given", [str(UNTUNED)], 2, "densely: .*twell.tune", 0),
     ],
 )
 def test_nothing_is_recorded_and_servers_stop(vllm, capfd, name, value, status, words, servers):
     setattr(vllm, name, value)
     assert vllm.measure() == status
-    assert words in capfd.readouterr().err and len(vllm.servers) == servers
+    assert re.search(words, capfd.readouterr().err) and len(vllm.servers) == servers
     assert not vllm.words and not (vllm.out / "serve.csv").exists()
