@@ -148,8 +148,8 @@ def create(
 
 
 @contextlib.contextmanager
-def server(command: list[str], log: Path) -> Iterator[str]:
-    """Run `vllm serve` while the context lasts; yield its address once it answers."""
+def server(command: list[str], log: Path, page: str = "/health") -> Iterator[str]:
+    """Run a server while the context lasts; yield its address once it answers for a page."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
@@ -159,12 +159,12 @@ def server(command: list[str], log: Path) -> Iterator[str]:
     try:
         while process.poll() is None and time.monotonic() < end:
             with contextlib.suppress(OSError):
-                urllib.request.urlopen(f"{address}/health", timeout=5).close()
+                urllib.request.urlopen(f"{address}{page}", timeout=5).close()
                 break
             time.sleep(1)
         else:
             print(log.read_text(errors="replace")[-4000:])
-            raise RuntimeError(f"`vllm serve` did not start; its log is {log}")
+            raise RuntimeError(f"the server did not start; its log is {log}")
         yield address
     finally:
         process.terminate()
