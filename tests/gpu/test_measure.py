@@ -3,18 +3,15 @@
 import pandas as pd
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
 
 pytest.importorskip("triton")
 
 from twell.__main__ import main
-from twell.measure import decode, imposed, model, runner
+from twell.measure import decode, model, runner
 from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
 from twell.measure.providers import model_providers
-from twell.measure.sides import random_model
 from twell.measure.trainer import train_step
-from twell.sparse.plan import EAGER, Chooser
 
 pytestmark = pytest.mark.usefixtures("whole_card")
 SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_size=4096".split()
@@ -76,34 +73,6 @@ def test_a_layer_is_calibrated(tmp_path):
     calibration = calibrate(512, 1408, out=tmp_path / "c.json", tokens=(1, 64, 4096))
     assert {point.tokens for point in calibration.times} == {1, 64, 4096}
     assert crossover(512, 1408, tokens=2048) >= 0
-
-
-def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
-    captured, path = set(), Chooser.path
-
-    def noting(self, num_tokens, situation=EAGER):
-        result = path(self, num_tokens, situation)
-        if torch.cuda.is_current_stream_capturing():
-            captured.add((situation, num_tokens <= 64, result))
-        return result
-
-    monkeypatch.setattr(Chooser, "path", noting)
-    sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
-    batched, _ = random_model("2b", sizes, 256, torch.device("cuda"))
-    imposed.impose(batched, [24.0] * 2)
-    batched.set_ffn_backend("auto")
-    tokens = imposed.draw_tokens(4096, 8, 200, device="cuda")
-    for ffn, layer in zip(batched.ffns, imposed.activity_of(batched, tokens), strict=True):
-        ffn.observe(layer["mean"], layer["union"])
-    options = {"use_cuda_graph": True, "num_blocks": 32, "max_batch_tokens": 512}
-    answers = batched.generate_batch(
-        tokens.tolist(),
-        generation_config=GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1),
-        continuous_batching_config=ContinuousBatchingConfig(**options),
-    )
-    assert [len(answer.generated_tokens) for answer in answers.values()] == [8] * 8
-    assert {situation for situation, *_ in captured} == {"graph"}
-    assert ("graph", True, "decode") in captured
 
 
 def test_decoding_with_tuned_layers():
