@@ -19,19 +19,18 @@ from twell.__main__ import main
 from twell.measure import serving
 from twell.models import read_json
 
-LEVELS = {1: 2, 4: 6}
-SIZES = {"LEVELS": LEVELS, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3}
+SIZES = {"LEVELS": {1: 2, 4: 6}, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3}
 UNTUNED = results.root() / "data" / "checkpoints" / "twell-6m"
 SLEEP, EXIT = "import time; time.sleep(600)", "raise SystemExit('no such model')"
 
 
 class Vllm:
-    """Servers that were started and benchmarks that were run; the other attributes go wrong."""
+    """Servers that were started and benchmarks that were run; other attributes may go wrong."""
 
     def __init__(self, out):
         self.out, self.folder, self.servers, self.words = out, out / "serve/model", [], []
-        self.package, self.program, self.error, self.token, self.chance = "vllm", SLEEP, None, 0, 0
-        self.given = ["2b", *TINY]
+        self.given, self.package, self.program = ["2b", *TINY], "vllm", SLEEP
+        self.error, self.token, self.chance = None, 0, 0
 
     def measure(self):
         return main(["measure", "serve", *self.given, "--out", str(self.out)])
@@ -50,8 +49,8 @@ class Vllm:
         new = model.generate(ids, max_new_tokens=body["max_tokens"], do_sample=False)
         chances = model(ids).logits[0].float().log_softmax(-1) + self.chance
         read = [{str(t): {"logprob": float(chances[i, t])}} for i, t in enumerate(body["prompt"][1:])]
-        choice = {"token_ids": (new[0, ids.shape[1] :] + self.token).tolist()}
-        choice["prompt_logprobs"] = [None, *read]
+        new = (new[0, ids.shape[1] :] + self.token).tolist()
+        choice = {"token_ids": new, "prompt_logprobs": [None, *read]}
         return io.BytesIO(json.dumps({"choices": [choice]}).encode())
 
     def bench(self, words):
@@ -66,9 +65,10 @@ class Vllm:
 @pytest.fixture
 def vllm(dense_kernels, monkeypatch, tmp_path):
     vllm = Vllm(tmp_path)
-    processes = SimpleNamespace(Popen=vllm.start)
-    for name, value in {"bench": vllm.bench, "subprocess": processes, **SIZES}.items():
+    for name, value in SIZES.items():
         monkeypatch.setattr(serving, name, value)
+    monkeypatch.setattr(serving, "bench", vllm.bench)
+    monkeypatch.setattr(serving, "subprocess", SimpleNamespace(Popen=vllm.start))
     monkeypatch.setattr(serving.urllib.request, "urlopen", vllm.answer)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm.package)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 300))
@@ -82,29 +82,26 @@ def test_both_servers_are_timed_in_turns(vllm, tmp_path, kind):
     if kind == "FP8":
         vllm.given += ["--fp8"]
     elif kind == "a folder":
-        about = [kind, "checkpoint", "bfloat16"]
-        vllm.folder, text = tmp_path / kind, tmp_path / "text.txt"
+        about, vllm.folder = [kind, "checkpoint", "bfloat16"], tmp_path / kind
         serving.create(vllm.folder, "2b", TINY, False, torch.device("cpu"))
-        text.write_text(" ".join(f"w{i % 9}" for i in range(70_000)))
-        vllm.given = [str(vllm.folder), "--source", str(text)]
+        (tmp_path / "text.txt").write_text(" ".join(f"w{i % 9}" for i in range(70_000)))
+        vllm.given = [str(vllm.folder), "--source", str(tmp_path / "text.txt")]
     assert vllm.measure() == 0
     rows = pd.read_csv(vllm.out / "serve.csv")
-    order = "auto", "dense"
-    expected = [
-        [f"{name} torch.compile", at_once, requests, count, 100 * requests, 2.0]
-        for count in (1, 2)
-        for at_once, requests in LEVELS.items()
-        for name in order[:: 1 if count == 1 else -1]
+    columns = ["provider", "round", "at_once", "requests", "prompt_tokens", "p99_tpot_ms"]
+    assert rows[columns].to_numpy().tolist() == [
+        [f"{name} torch.compile", count, at_once, requests, 100 * requests, 2.0]
+        for count, names in ((1, ("auto", "dense")), (2, ("dense", "auto")))
+        for at_once, requests in ((1, 2), (4, 6))
+        for name in names
     ]
-    columns = ["provider", "at_once", "requests", "round", "prompt_tokens", "median_tpot_ms"]
-    assert rows[columns].to_numpy().tolist() == expected
     assert len(vllm.words) == 12  # one round more, which warms up
+    assert rows[["model", "profile", "precision"]].to_numpy().tolist() == [about] * 8
     _, active, _ = zip(*read_json(vllm.folder / "config.json")["ffn_activity"], strict=True)
     assert rows["active"].tolist() == pytest.approx([sum(active) / 3] * 8, abs=0.01)
-    assert rows[["model", "profile", "precision"]].to_numpy().tolist() == [about] * 8
-    assert all(str(vllm.folder) in command for command, _ in vllm.servers)
-    dense = '{"ffn_backend": "dense"}'
-    assert [dense in command for command, _ in vllm.servers] == [True, False]
+    commands = [command for command, _ in vllm.servers]
+    assert all(str(vllm.folder) in command for command in commands)
+    assert ['{"ffn_backend": "dense"}' in command for command in commands] == [True, False]
     prompts = [json.loads(line)["prompt"] for line in (vllm.out / "serve/prompts.jsonl").open()]
     assert len(prompts) == 6 and all(128 <= len(prompt.split()) <= 1024 for prompt in prompts)
     assert all("w8 w0 w1" in prompt for prompt in prompts) == (kind == "a folder")
