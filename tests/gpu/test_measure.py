@@ -19,8 +19,7 @@ SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_s
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    for name in runner.TURNS:
-        monkeypatch.setitem(runner.TURNS, name, runner.Turns(3, 10))
+    monkeypatch.setattr(runner, "TURNS", dict.fromkeys(runner.TURNS, runner.Turns(3, 10)))
     monkeypatch.setattr(runner, "ENERGY_MS", 200)
     for module in (decode, model):
         monkeypatch.setattr(module, "GENERATION", 8)
