@@ -32,7 +32,7 @@ from twell.measure.calibration import tune
 from twell.measure.providers import COMPILED, DENSE_COMPILED, Provider
 from twell.measure.rows import COLUMNS, Rows, require, significant
 from twell.measure.sides import model_columns, random_model
-from twell.models import num_weights, quantize_, read_json, resolve, save, sparse_ffns
+from twell.models import num_weights, quantize_, read_json, resolve, save
 from twell.models.convert import ACTIVITY
 from twell.trace.texts import held_out, load_with_tokenizer
 
@@ -81,10 +81,9 @@ def serve(
     require(backend != "dense" and activity is not None, unfit)
     model, tokenizer = load_with_tokenizer(folder, backend="dense", dtype=torch.bfloat16)
     model.to(gpu.device)
-    torch.cuda.empty_cache()  # what `create` took
     case = model_columns(size, model, "checkpoint" if is_saved else "paper")
     case |= {"parameters": num_weights(model), "tensor_parallel": tensor_parallel}
-    case |= {"precision": "FP8" if sparse_ffns(model)[0].quantized else "bfloat16"}
+    case |= {"precision": "FP8" if "quantization_config" in fields else "bfloat16"}
     case |= {"active": round(fmean(layer[1] for layer in activity), 2), "new_tokens": NEW_TOKENS}
 
     # A part of a text may have other tokens again, and more.
