@@ -23,7 +23,6 @@ from statistics import fmean
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from twell import results
@@ -108,7 +107,7 @@ def serve(
     commands = {DENSE_COMPILED: [*command, *DENSE], Provider(backend, None, COMPILED): command}
     with contextlib.ExitStack() as stack:
         addresses = {
-            provider: stack.enter_context(server(command, place / f"{provider}.log"))
+            provider: stack.enter_context(server(command, place / f"{provider.backend}.log"))
             for provider, command in commands.items()
         }
         for provider, address in addresses.items():
@@ -171,11 +170,8 @@ def server(command: list[str], log: Path, page: str = "/health") -> Iterator[str
         signal.signal(signal.SIGTERM, before)
 
 
-def check_answer(what: str, address: str, model: nn.Module, prompt: list[int]) -> None:
-    """Compare a greedy answer, and log-probabilities of the prompt, with a pass of transformers.
-
-    Raises ArithmeticError for a token that is neither its first choice nor a near-tie.
-    """
+def check_answer(what: str, address: str, model: torch.nn.Module, prompt: list[int]) -> None:
+    """Compare a greedy answer, and log-probabilities of the prompt, with a pass of transformers."""
     body = {"model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "prompt_logprobs": 1}
     data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
