@@ -78,8 +78,7 @@ MEASURED: dict[str, list[str]] = {
     ],
     "prompts": [f"{MODEL} --batches 1x128,1x512,1x2048"],
     "plain-calls": [f"{MODEL} --no-graphs --batches 1x128,1x512,1x2048 --decode 1,4,32"],
-    "serve": ["twell measure serve 2b"],
-    "serve-graphs": ["twell measure serve 2b --cuda-graph"],
+    "vllm": ["twell measure serve 2b"],
     "flagship-step": [STEP("0.5b vocab_size=16384 context=1024 micro_batch=64 --active 19")],
     "85m-step": [STEP("85m micro_batch=64 --active 18")],
 }

@@ -38,6 +38,15 @@ def pytest_report_header():
     return f"TWELL_SEED={SEED}"
 
 
+@pytest.fixture
+def unwritten_memory_is_nan():
+    """torch.empty gives NaN and the largest integers, so that an unwritten result fails."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A folder of all workers of this session: a text, its tokens, and a run of 16 steps."""

@@ -1,14 +1,7 @@
 """The widget in JupyterLab, in a browser."""
 
-import contextlib
 import os
-import socket
-import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 
 import nbformat
 import numpy as np
@@ -17,50 +10,22 @@ import pytest
 import twell
 from tests.browser import IN_BROWSER, neurons
 from twell import trace
+from twell.measure.serving import server
 
 pytestmark = IN_BROWSER
 
 
-@contextlib.contextmanager
-def jupyter_lab(folder: Path, root: Path) -> Iterator[str]:
-    """A JupyterLab that shows a folder `root` and keeps its own files in `folder`; its address."""
-    # Every cell is in the page.
-    path = folder / "settings" / "@jupyterlab" / "notebook-extension/tracker.jupyterlab-settings"
-    path.parent.mkdir(parents=True)
-    path.write_text('{"windowingMode": "none"}')
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = {"ip": "127.0.0.1", "port": port, "port_retries": 0, "root_dir": root}
-    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
-    command += ["--IdentityProvider.token="]
-    command += [f"--ServerApp.{name}={option}" for name, option in options.items()]
-    folders = "JUPYTER_CONFIG_DIR JUPYTER_DATA_DIR JUPYTER_RUNTIME_DIR IPYTHONDIR".split()
-    environment = {name: str(folder / name) for name in folders} | {
-        "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
-        "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    address = f"http://127.0.0.1:{port}"
-    with open(folder / "log", "w") as log:
-        server = subprocess.Popen(command, env=os.environ | environment, stdout=log, stderr=log)
-        try:
-            for _ in range(300):
-                try:
-                    urllib.request.urlopen(f"{address}/api/status", timeout=5).close()
-                    break
-                except OSError:
-                    assert server.poll() is None, (folder / "log").read_text()
-                    time.sleep(0.2)
-            yield address
-        finally:
-            server.kill()
-            server.wait()
-
-
 @pytest.fixture
-def lab(tmp_path, tiny_run):
+def lab(tmp_path, tiny_run, monkeypatch):
     """A JupyterLab with a notebook that makes the widget; yields its address."""
+    folders = "JUPYTER_CONFIG_DIR JUPYTER_DATA_DIR JUPYTER_RUNTIME_DIR IPYTHONDIR".split()
+    for name in (*folders, "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    # Every cell is in the page.
+    extension = "JUPYTERLAB_SETTINGS_DIR/@jupyterlab/notebook-extension"
+    (tmp_path / extension).mkdir(parents=True)
+    (tmp_path / extension / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
     trace.aggregate_run(tiny_run, tokens=256).save(tmp_path / "a.npz")
     cells = [
         f"import twell\nmodel, aggregate = {str(tiny_run)!r}, {str(tmp_path / 'a.npz')!r}\n"
@@ -73,7 +38,9 @@ def lab(tmp_path, tiny_run):
     notebook.metadata["kernelspec"] = kernel
     (tmp_path / "notebooks").mkdir()
     nbformat.write(notebook, tmp_path / "notebooks" / "inspect.ipynb")
-    with jupyter_lab(tmp_path, tmp_path / "notebooks") as address:
+    command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path / 'notebooks'}"]
+    with server(command, tmp_path / "log", "/api/status") as address:
         yield f"{address}/lab/tree/inspect.ipynb?reset"
 
 

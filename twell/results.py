@@ -43,7 +43,7 @@ import yaml
 LOG_COLUMNS = ["step", "tokens", "split", "layer", "metric", "value"]
 PROVENANCE_FIELDS = ["device", "versions", "commit", "command"]
 EVALUATION_FIELDS = ["model", "backend", "tasks", "lm_eval"]
-PACKAGES = "torch triton transformers accelerate tokenizers numpy pandas matplotlib".split()
+PACKAGES = "torch triton transformers vllm accelerate tokenizers numpy pandas matplotlib".split()
 # Accelerate's variables for FSDP2 that change a training's computation, and their defaults.
 FSDP_DEFAULTS = {
     "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",

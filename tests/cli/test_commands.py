@@ -118,12 +118,6 @@ def test_runs_are_listed_and_written_into_a_file(tiny_run, tmp_path, capsys):
     assert page.read_text().splitlines() == expected
 
 
-def test_info_names_versions_devices_and_backends(capsys):
-    assert main(["info"]) == 0
-    printed = capsys.readouterr().out
-    assert "torch" in printed and "device: " in printed and "backend dense: on" in printed
-
-
 def test_measurements_get_everything_and_are_printed(monkeypatch, tmp_path, capsys):
     given, rows = [], [{"tokens": 64, "provider": "auto", "p50": 0.125, "union": 3}]
 

@@ -1,21 +1,17 @@
 """Whole models on a GPU: every measurement of a small one, with the real kernels and clock."""
 
-import functools
-
 import pandas as pd
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig
 
 pytest.importorskip("triton")
 
 from twell.__main__ import main
-from twell.measure import decode, model, runner, serving
+from twell.measure import decode, model, runner
 from twell.measure.calibration import calibrate, crossover
 from twell.measure.model import language_model
 from twell.measure.providers import model_providers
 from twell.measure.trainer import train_step
-from twell.sparse.plan import EAGER, Chooser
 
 pytestmark = pytest.mark.usefixtures("whole_card")
 SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_size=4096".split()
@@ -23,8 +19,7 @@ SMALL = "num_layers=3 hidden_size=512 intermediate_size=1408 num_heads=8 vocab_s
 
 @pytest.fixture(autouse=True)
 def short_turns(monkeypatch):
-    for name in {*runner.TURNS} - {"serving"}:
-        monkeypatch.setitem(runner.TURNS, name, runner.Turns(3, 10))
+    monkeypatch.setattr(runner, "TURNS", dict.fromkeys(runner.TURNS, runner.Turns(3, 10)))
     monkeypatch.setattr(runner, "ENERGY_MS", 200)
     for module in (decode, model):
         monkeypatch.setattr(module, "GENERATION", 8)
@@ -77,27 +72,6 @@ def test_a_layer_is_calibrated(tmp_path):
     calibration = calibrate(512, 1408, out=tmp_path / "c.json", tokens=(1, 64, 4096))
     assert {point.tokens for point in calibration.times} == {1, 64, 4096}
     assert crossover(512, 1408, tokens=2048) >= 0
-
-
-def test_graphs_of_continuous_batching_have_the_plan_for_graphs(monkeypatch):
-    captured, path = set(), Chooser.path
-
-    def noting(self, num_tokens, situation=EAGER):
-        result = path(self, num_tokens, situation)
-        if torch.cuda.is_current_stream_capturing():
-            captured.add((situation, num_tokens <= 64, result))
-        return result
-
-    monkeypatch.setattr(Chooser, "path", noting)
-    small = functools.partial(ContinuousBatchingConfig, num_blocks=32, max_batch_tokens=512)
-    monkeypatch.setattr(serving, "ContinuousBatchingConfig", small)
-    for name, value in {"REQUESTS": 8, "SHORTEST": 16, "LONGEST": 200, "NEW_TOKENS": 8}.items():
-        monkeypatch.setattr(serving, name, value)
-    sizes = ["num_layers=2", "vocab_size=4096"]  # of layers of the paper's width
-    rows = serving.serve("2b", sizes, cuda_graph=True, active=24)
-    assert [row["rounds"] for row in rows] == [2, 2, 2]
-    assert {situation for situation, *_ in captured} == {"graph"}
-    assert ("graph", True, "decode") in captured
 
 
 def test_decoding_with_tuned_layers():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 pytest.importorskip("triton")
 
@@ -74,6 +75,12 @@ def test_greedy_text_is_the_same_eager_and_compiled_with_graphs(models):
     assert torch.equal(
         sparse.generate(sequence[:, :12], cache_implementation="static", **options), expected
     )
+    (answer,) = sparse.generate_batch(
+        sequence[:, :12].tolist(),
+        generation_config=GenerationConfig(**options, eos_token_id=-1),
+        continuous_batching_config=ContinuousBatchingConfig(use_cuda_graph=True, num_blocks=32),
+    ).values()
+    assert answer.generated_tokens == expected[0, 12:].tolist()
 
 
 @two_gpus

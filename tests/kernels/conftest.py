@@ -17,15 +17,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def unwritten_memory_is_nan():
-    """torch.empty gives NaN and the largest integers, so that an unwritten result fails."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture(autouse=True)
-def accesses_are_of_given_tensors(monkeypatch):
+def accesses_are_of_given_tensors(unwritten_memory_is_nan, monkeypatch):
     """In the interpreter no kernel reads or writes outside of the tensors of its launch."""
     if not torch.cuda.is_available():
         memory.check_accesses(monkeypatch.setattr)

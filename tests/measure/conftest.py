@@ -20,8 +20,7 @@ def gpu(monkeypatch):
 
     monkeypatch.setattr(runner, "Gpu", begin)
     monkeypatch.setattr(runner.time, "sleep", lambda seconds: gpu.spend(1e3 * seconds))
-    for name in {*runner.TURNS} - {"serving"}:
-        monkeypatch.setitem(runner.TURNS, name, runner.Turns(1, 2))
+    monkeypatch.setattr(runner, "TURNS", dict.fromkeys(runner.TURNS, runner.Turns(1, 2)))
     for name, value in {"SETTLE_MS": 1, "ENERGY_MS": 2, "LEAD": 0}.items():
         monkeypatch.setattr(runner, name, value)
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

@@ -1,55 +1,123 @@
-"""Serving at toy size: the numbers of answers whose times are known, and what is refused."""
+"""Serving at toy size: processes in place of vLLM's, which answer as the saved model does."""
 
+import importlib.util
+import io
+import json
+import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-from transformers import GenerationMixin
+import torch
 
+import twell
 from tests.factories.measure import TINY
+from twell import results
 from twell.__main__ import main
-from twell.measure import serving as module
+from twell.measure import serving
+from twell.models import read_json
 
-LOAD = {"REQUESTS": 3, "SHORTEST": 4, "LONGEST": 40, "NEW_TOKENS": 5}
-SECONDS = {"dense": 2.0, "triton": 1.0, "auto": 1.0}
+SIZES = {"LEVELS": {1: 2, 4: 6}, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3}
+SLEEP, EXIT = "import time; time.sleep(600)", "raise SystemExit('no such model')"
+
+
+class Vllm:
+    """Servers that were started and benchmarks that were run; other attributes may go wrong."""
+
+    def __init__(self, out):
+        self.out, self.folder, self.servers, self.words = out, out / "serve/model", [], []
+        self.given, self.package, self.program = ["2b", *TINY], "vllm", SLEEP
+        self.error, self.token, self.chance = None, 0, 0
+
+    def measure(self):
+        return main(["measure", "serve", *self.given, "--out", str(self.out)])
+
+    def start(self, command, **options):
+        process = subprocess.Popen([sys.executable, "-c", self.program], **options)
+        self.servers.append((command, process))
+        return process
+
+    def answer(self, request, timeout):
+        if isinstance(request, str):
+            return io.BytesIO() if self.program == SLEEP else open("/none")
+        body = json.loads(request.data)
+        model, _ = twell.load(self.folder, backend="dense")
+        ids = torch.tensor([body["prompt"]])
+        new = model.generate(ids, max_new_tokens=body["max_tokens"], do_sample=False)
+        chances = model(ids).logits[0].float().log_softmax(-1) + self.chance
+        read = [{str(t): {"logprob": float(chances[i, t])}} for i, t in enumerate(body["prompt"][1:])]
+        new = (new[0, ids.shape[1] :] + self.token).tolist()
+        choice = {"token_ids": new, "prompt_logprobs": [None, *read]}
+        return io.BytesIO(json.dumps({"choices": [choice]}).encode())
+
+    def bench(self, words):
+        if self.error:
+            raise self.error
+        self.words.append(words)
+        number = int(words[words.index("--num-prompts") + 1])
+        result = {"completed": number, "total_input_tokens": 100 * number}
+        return result | dict.fromkeys(serving.COLUMNS["serve"][-7:], 2.0)
 
 
 @pytest.fixture
-def answers(dense_kernels, monkeypatch):
-    """Continuous batching that takes SECONDS by backend, half of them to the first tokens."""
-    calls = []
-    for name, value in LOAD.items():
-        monkeypatch.setattr(module, name, value)
-
-    def generate_batch(model, prompts, generation_config, record_timestamps, **options):
-        backend = model.ffns[0].backend
-        calls.append((backend, prompts, options))
-        seconds, start, number = SECONDS[backend], 100.0, len(prompts)
-        tokens = [0] * generation_config.max_new_tokens
-        times = [start + seconds * (i + 1) / len(tokens) for i in range(len(tokens))]
-        times[0] = start + seconds / 2
-        one = {"created_time": start, "timestamps": times, "generated_tokens": tokens}
-        return {f"{i}": SimpleNamespace(**one) for i in range(number)}
-
-    monkeypatch.setattr(GenerationMixin, "generate_batch", generate_batch)
-    return calls
+def vllm(dense_kernels, monkeypatch, tmp_path):
+    vllm = Vllm(tmp_path)
+    fakes = {"bench": vllm.bench, "subprocess": SimpleNamespace(Popen=vllm.start)}
+    for name, value in (fakes | SIZES).items():
+        monkeypatch.setattr(serving, name, value)
+    monkeypatch.setattr(serving.urllib.request, "urlopen", vllm.answer)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: vllm.package)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 300))
+    yield vllm
+    assert all(process.returncode is not None for _, process in vllm.servers)
 
 
-def test_requests_are_served_by_all_providers_in_turns(answers, tmp_path):
-    command = ["measure", "serve", "2b", *TINY, "--active", "9", "--out", str(tmp_path)]
-    assert main(command) == 0
-    rows = pd.read_csv(tmp_path / "serve.csv").set_index("provider")
-    assert list(rows.index) == ["dense eager", "triton", "auto"]
-    assert rows["requests_per_second"].tolist() == [1.5, 3, 3]
-    assert rows["tokens_per_second"].tolist() == [7.5, 15, 15]
-    assert rows["first_token"].tolist() == [1000, 500, 500]
-    assert rows["p50"].tolist() == [2000, 1000, 1000] and (rows["rounds"] == 2).all()
-    assert (rows["attention"] == "default").all()
-    assert (rows["active"] - 9).abs().max() < 4 and rows["layer_rms"].max() < 0.02
-    backends, prompts, options = zip(*answers, strict=True)
-    assert all(backends.count(backend) == 3 for backend in SECONDS)  # 2 rounds, one before
-    assert all(one == prompts[0] for one in prompts)
-    assert not any(one["persistent_manager"] for one in options)
-    lengths = [len(prompt) for prompt in prompts[0]]
-    assert len(set(lengths)) > 1 and 4 <= min(lengths) <= max(lengths) <= 40
-    assert rows["prompt_tokens"].tolist() == [sum(lengths)] * 3
+@pytest.mark.parametrize("kind", ["bfloat16", "FP8", "a folder"])
+def test_both_servers_are_timed_in_turns(vllm, tmp_path, kind):
+    about = ["2b", "paper", kind]
+    if kind == "FP8":
+        vllm.given += ["--fp8"]
+    elif kind == "a folder":
+        about, vllm.folder = [kind, "checkpoint", "bfloat16"], tmp_path / kind
+        serving.create(vllm.folder, "2b", TINY, False, torch.device("cpu"))
+        (tmp_path / "text.txt").write_text(" ".join(f"w{i % 9}" for i in range(70_000)))
+        vllm.given = [str(vllm.folder), "--source", str(tmp_path / "text.txt")]
+    assert vllm.measure() == 0
+    rows = pd.read_csv(vllm.out / "serve.csv")
+    columns = ["provider", "round", "at_once", "requests", "prompt_tokens", "p99_tpot_ms"]
+    assert rows[columns].to_numpy().tolist() == [
+        [f"{name} torch.compile", count, at_once, requests, 100 * requests, 2.0]
+        for count, names in ((1, ("auto", "dense")), (2, ("dense", "auto")))
+        for at_once, requests in ((1, 2), (4, 6))
+        for name in names
+    ]
+    assert len(vllm.words) == 12  # one round more, which warms up
+    assert rows[["model", "profile", "precision"]].to_numpy().tolist() == [about] * 8
+    _, active, _ = zip(*read_json(vllm.folder / "config.json")["ffn_activity"], strict=True)
+    assert rows["active"].tolist() == pytest.approx([sum(active) / 3] * 8, abs=0.01)
+    (dense, _), (sparse, _) = vllm.servers
+    assert str(vllm.folder) in sparse and dense[:-2] == sparse[:-2] + serving.DENSE  # but ports
+    prompts = [json.loads(line)["prompt"] for line in (vllm.out / "serve/prompts.jsonl").open()]
+    assert len(prompts) == 6 and all(128 <= len(prompt.split()) <= 1024 for prompt in prompts)
+    assert all("w8 w0 w1" in prompt for prompt in prompts) == (kind == "a folder")
+
+
+@pytest.mark.parametrize(
+    "name, value, status, words, servers",
+    [
+        ("token", 1, 2, "is wrong", 2),
+        ("chance", 0.1, 2, "is wrong", 2),
+        ("chance", float("nan"), 2, "is wrong", 2),
+        ("error", KeyboardInterrupt("enough"), 130, "enough", 2),
+        ("program", EXIT, 2, "no such model", 1),
+        ("package", None, 2, r"pip install -e '\.\[vllm\]'", 0),
+        ("given", [str(results.root() / "data/checkpoints/twell-6m")], 2, "twell.tune", 0),
+    ],
+)
+def test_nothing_is_recorded_and_servers_stop(vllm, capfd, name, value, status, words, servers):
+    setattr(vllm, name, value)
+    assert vllm.measure() == status
+    assert re.search(words, capfd.readouterr().err) and len(vllm.servers) == servers
+    assert not vllm.words and not (vllm.out / "serve.csv").exists()

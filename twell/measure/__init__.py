@@ -14,7 +14,7 @@ versions, commit and command.
     sides, model, decode
                         whole models: forward passes, layers, decoding
     trainer             one optimiser step of a model
-    serving             requests a second of transformers' continuous batching
+    serving             two servers of vLLM, dense and sparse, timed by its own benchmark
     precision           the cross-entropy that FP8 costs, on any device
 
 The public functions load at first use: importing twell.measure.providers loads no torch.

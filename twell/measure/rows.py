@@ -36,20 +36,21 @@ COLUMNS = {
         "dense sparse auto auto_path relative_rms",
         "decode": f"{MODEL} {ACTIVITY} steps mode provider path relative_rms layer_rms same "
         f"{SPEED} tokens_per_second {ENERGY} idle",
-        "serve": f"model parameters {SIZES} dtype profile attention cuda_graph requests shortest "
-        f"longest prompt_tokens new_tokens seed {ACTIVITY} rounds provider layer_rms {SPEED} "
-        f"without_ffn requests_per_second tokens_per_second first_token first_token_p95",
+        "serve": f"model parameters {SIZES} profile precision active tensor_parallel new_tokens "
+        "at_once requests round provider prompt_tokens request_throughput mean_ttft_ms "
+        "median_ttft_ms p99_ttft_ms mean_tpot_ms median_tpot_ms p99_tpot_ms",
         "quality": "model parameters source tokens sequences provider cross_entropy difference low "
         "high dense_difference dense_low dense_high active",
     }.items()
 }
 # Columns that only some rows have, or only recorded ones: None in the others.
-OPTIONAL = {*f"{ENERGY} {WORK} idle forward wanted without_ffn largest".split()}
+OPTIONAL = {*f"{ENERGY} {WORK} idle forward wanted largest".split()}
 OPTIONAL.add("largest_tokens_per_second")
 # The printed columns of a row, where they have values.
 SHOWN = (
-    "model batch context pattern tokens active layer kernel provider path relative_rms p50 ms "
-    "dense sparse auto tokens_per_second first_token energy peak cross_entropy difference low high"
+    "model batch context pattern tokens active layer kernel at_once round provider path "
+    "relative_rms p50 ms dense sparse auto tokens_per_second request_throughput median_ttft_ms "
+    "median_tpot_ms energy peak cross_entropy difference low high"
 ).split()
 
 

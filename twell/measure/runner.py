@@ -38,12 +38,11 @@ Run = Callable[[], Any]
 class Turns:
     """How long each provider is timed: `rounds` turns of `ms`, each after `settle` ms of runs.
 
-    Without `ms` a turn is one run, which returns its own ms. Clocks fall while a GPU works:
-    providers take turns, so that the first is not the fastest.
+    Clocks fall while a GPU works: providers take turns, so that the first is not the fastest.
     """
 
     rounds: int
-    ms: float | None
+    ms: float
     settle: float = 0
 
 
@@ -54,7 +53,6 @@ TURNS = {
     "floor": Turns(4, 30),
     "pass": Turns(9, 800, settle=SETTLE_MS),
     "optimizer": Turns(8, 2000),  # 2 steps at least
-    "serving": Turns(2, None),
 }
 
 
@@ -119,9 +117,7 @@ def bench(
 def _take_turn(gpu: Gpu, call: Call, turns: Turns) -> None:
     call.enter()
     run, ms = call.run, turns.ms
-    if ms is None:
-        call.times.append(np.array([run()]))
-    elif call.flush:
+    if call.flush:
         call.times.append(gpu.flushed_times(run, ms))
     else:
         known = call.times[-1] if call.times else gpu.replay_times(run, 2)

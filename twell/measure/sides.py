@@ -248,7 +248,7 @@ def model_columns(name: str, model: SparseLlamaForCausalLM, profile: str) -> dic
         "parameters": sum(p.numel() for p in model.parameters()),
         "num_layers": config.num_hidden_layers,
         "num_heads": config.num_attention_heads,
-        "gated": config.gated_mlp,
+        "gated": getattr(config, "gated_mlp", True),
         "dtype": "bfloat16",
         "profile": profile,
         "sdpa": "default",  # recorded files name attention's kernel; it is torch's choice
