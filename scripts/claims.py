@@ -11,8 +11,8 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*: few "
-    "neurons fire often, much as in trained models; *even*: all equally often.\nThe release's "
-    "numbers are [from others' runs](data/README.md#releasecsv), in brackets those of a day before."
+    "neurons fire often, much as in trained models; *even*: all equally often.\nThe authors' "
+    "release was [measured elsewhere](data/README.md#releasecsv) on two days, in brackets the first."
     "\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
 )

@@ -336,8 +336,8 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
 
 
 PAPER = "twell.sparse.paper:layer"  # the paper's inference, by `measure --provider`
-PAPERS, OURS = "the paper's algorithm, our kernels", "our fastest"
-OURS_FP8, RELEASE = "our fastest in FP8", "the authors' release"
+PAPERS, OURS = "paper's algorithm in our kernels", "our fastest path"
+OURS_FP8, RELEASE = "our fastest path in FP8", "the authors' release"
 SIDES = [PAPERS, OURS, OURS_FP8, RELEASE]
 _LIKE = ["what", "model", "tokens", "pattern"]
 _NEAR = 0.05  # activity of one case: the release's rows have round numbers
