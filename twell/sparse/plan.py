@@ -24,8 +24,6 @@ from twell.sparse.calibration import (
     SITUATIONS,
     Calibration,
     default,
-    require,
-    require_up_to,
 )
 
 # Numbers of tokens at which a plan is made; the entry for P serves P / 2 + 1 to P tokens.
@@ -157,9 +155,12 @@ class Chooser:
         `tokens`: 1 to 64, the size of these blocks. Replaces every earlier observation; later calls
         of the layer observe again.
         """
-        require_up_to(self.shape[1], active=active, union=union)
-        fits = isinstance(tokens, int) and 1 <= tokens <= BLOCK
-        require(fits, "tokens", tokens, f"an integer from 1 to {BLOCK}")
+        most = self.shape[1]
+        if not (0 <= active <= most and 0 <= union <= most and 1 <= tokens <= BLOCK):
+            raise ValueError(
+                f"active is {active}, union is {union} and tokens is {tokens}; "
+                f"expected 0 to {most} neurons, and 1 to {BLOCK} tokens"
+            )
         self.observed = active, union
         self._known = {CLASSES[_class(tokens)]: self.observed}
         self._make_plan()
