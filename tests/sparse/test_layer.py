@@ -176,8 +176,6 @@ OPTIONS = [
     ({"threshold": 0.1, "activation": "silu"}, "0.1.*'silu'"),
     ({"backend": "cuda"}, "'cuda'"),
     ({"activation": "silu", "backend": "auto"}, "'auto'.*'silu'"),
-    ({"hidden_size": 0}, "hidden_size is 0"),
-    ({"intermediate_size": 0}, "intermediate_size is 0"),
 ]
 
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from twell.models import adapters
 from twell.models.adapters import KNOWN_NAMES, PARTS, SLOT, SPARSIFIABLE, OwnedFFN, Site
-from twell.sparse.activations import ACTIVATIONS, RELU
+from twell.sparse.activations import RELU
 from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import CALLED_WITH, HOOKS
 
@@ -222,14 +222,6 @@ def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
 def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     """Refuse another layer than SparseFFN's; return the activation that ReLU has to replace."""
     module, adapter, kind = site.module, site.adapter, type(site.module).__name__
-    # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
-    if "forward" in vars(module) and "_hf_hook" not in vars(module):
-        raise ValueError(f"a {kind} has a forward of its own, which SparseFFN would replace")
-    drop = None if adapter.dropout is None else getattr(module, adapter.dropout)
-    if not isinstance(drop, nn.Dropout | None):
-        raise ValueError(f"{adapter.dropout} of a {kind} is {drop}; expected an nn.Dropout")
-    if adapter.inline and not isinstance(site.act, nn.Module):
-        raise ValueError(f"{adapter.act} of a {kind} is {site.act}; expected a module")
     for name in (adapter.act, adapter.dropout):
         if any(getattr(getattr(module, name or "", None), hooks, None) for hooks in CALLED_WITH):
             raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")
@@ -238,12 +230,9 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
 
 
 def _check_projections(site: Site) -> None:
-    """Refuse what is no projection, and weights or dropout beside them."""
+    """Refuse weights and dropout beside the projections."""
     module, adapter, kind = site.module, site.adapter, type(site.module).__name__
     parts = {name: getattr(module, name) for name in adapter.projections if name is not None}
-    for name, part in parts.items():
-        if not hasattr(part, "out_features"):
-            raise ValueError(f"{name} of a {kind} is a {type(part).__name__}; expected nn.Linear")
     if adapter.inline:
         if rate := getattr(module, "activation_dropout", 0):
             raise ValueError(f"a {kind} has activation_dropout={rate}; set 0, as SparseFFN has")
@@ -257,11 +246,9 @@ def _check_projections(site: Site) -> None:
 def _check_activation(site: Site, config: Any, relufy: bool) -> str | None:
     """Refuse an activation without zeros; with `relufy` return its name."""
     adapter, kind, known = site.adapter, type(site.module).__name__, site.activation
-    in_config = getattr(config, adapter.config or "", None)
-    if in_config in ACTIVATIONS and (known.name if known else "silu") != in_config:
-        raise ValueError(f"the configuration says {in_config!r}, and a {kind} has {site.act}")
     if known is not None:
         return None
+    in_config = getattr(config, adapter.config or "", None)
     name = in_config or adapter.activation or type(site.act).__name__
     if not relufy:
         raise ValueError(
@@ -300,18 +287,10 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
             for module in modules:
                 module.training = training
             x = _random((1, 4, ffn.hidden_size), weight)
-            try:
-                with _seeded(x):
-                    expected = site.module.forward(x)
-                with _seeded(x):
-                    result = ffn.forward(x).double()
-            except Exception as error:
-                problem = f"a {kind} or its SparseFFN cannot compute {tuple(x.shape)} values"
-                raise ValueError(f"{problem}: {error}") from error
-            if not isinstance(expected, Tensor) or expected.shape != x.shape:
-                given = getattr(expected, "shape", type(expected).__name__)
-                raise ValueError(f"a {kind} returns {given} for {tuple(x.shape)} values")
-            expected = expected.double()
+            with _seeded(x):
+                expected = site.module.forward(x).double()
+            with _seeded(x):
+                result = ffn.forward(x).double()
             error = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
             if error > SAME.get(weight.dtype, SAME_IN_HALF) and expected.isfinite().all():
                 hint = " while training; only an nn.Dropout of h may differ there" * training

@@ -23,7 +23,6 @@ enough.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,8 +53,6 @@ __all__ = [
     "captured_by_hand",
     "summarize_activity",
 ]
-
-GONE = "collect_l1", "record", "token_mask"  # of earlier versions: attributes would do nothing
 
 
 def backend_status() -> dict[str, str | None]:
@@ -138,9 +135,6 @@ class SparseFFN(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it has to be at least 1")
         self.act = get_activation(activation, threshold, gated=gated)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -168,9 +162,6 @@ class SparseFFN(nn.Module):
         self.down_proj = nn.Linear(*sizes[::-1], **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in GONE:
-            instead = "twell.collect_l1(layer) or twell.sparse.observe.Collector"
-            raise AttributeError(f"SparseFFN.{name} is gone: use {instead} around the pass")
         if name == "down_proj":  # peft merges in place, which no version shows, and puts it back
             self._copied = None
         super().__setattr__(name, value)
@@ -192,14 +183,6 @@ class SparseFFN(nn.Module):
     @calibration.setter
     def calibration(self, calibration: Calibration | None) -> None:
         self.chooser.calibration = calibration
-
-    @property
-    def l1(self) -> Tensor | None:
-        """sum_n |h| of each token of the last pass without a collector; deprecated."""
-        warnings.warn(
-            "SparseFFN.l1 is deprecated: use twell.collect_l1", FutureWarning, stacklevel=2
-        )
-        return self.outbox.last
 
     @property
     def gated(self) -> bool:
