@@ -73,6 +73,11 @@ class SparseLlamaConfig(LlamaConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        if self.hidden_act.endswith(THRESHOLD) and not self.activation_threshold:
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}, and activation_threshold "
+                f"{self.activation_threshold!r}; expected a number above 0"
+            )
         self.hidden_act = self.hidden_act.removesuffix(THRESHOLD)
 
     def to_dict(self) -> dict:

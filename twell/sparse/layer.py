@@ -152,7 +152,6 @@ class SparseFFN(nn.Module):
         self.replaced: Any = None  # what a model had in this place (models/adapters.py)
         self._path: str | None = None
         self.backend = backend
-        self.register_load_state_dict_pre_hook(float8.refuse_values)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     def _make_parts(self, gated: bool, **options: Any) -> None:

@@ -329,14 +329,11 @@ class Chooser:
         return self._of_class[_class(num_tokens)]
 
     def _adopt(self, totals: list[list[int]]) -> None:
-        pairs = zip(self._read, totals, strict=True)
-        self._read = totals
-        self._use([[b - a for a, b in zip(*pair, strict=True)] for pair in pairs])
-
-    def _use(self, window: list[list[int]]) -> None:
-        """Plan anew where the counts of a window differ from those behind the plan."""
+        """Plan anew where the counts since the last totals differ from those behind the plan."""
+        before, self._read = self._read, totals
         most, changed = 0, False
-        for size, (tokens, blocks, active, union) in zip(CLASSES, window, strict=True):
+        for size, *pair in zip(CLASSES, before, totals, strict=True):
+            tokens, blocks, active, union = (b - a for a, b in zip(*pair, strict=True))
             if tokens == 0 or blocks == 0:  # the copy may have come between the two
                 continue
             new = active / tokens, union / blocks
