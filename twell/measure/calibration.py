@@ -54,7 +54,7 @@ def calibrate(
     training. Raises as `ffn` does. Ours.
     """
     gpu, precision = runner.Gpu(), FP8 if quantized else None
-    check_sizes(tokens, hidden_size, intermediate_size)
+    check_sizes(tokens, hidden_size)
     sizes = hidden_size, intermediate_size
 
     def timed(case: Case, turns: str, column: str, behind: Container[str] = ()) -> dict:
@@ -118,7 +118,7 @@ def crossover(
     0: sparse is slower at the lowest. Raises as `ffn` does. Ours.
     """
     gpu = runner.Gpu()
-    check_sizes([tokens], hidden_size, intermediate_size)
+    check_sizes([tokens], hidden_size)
     levels: list[tuple[float, float]] = []
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
         shape = tokens, hidden_size, intermediate_size

@@ -87,7 +87,7 @@ def ffn(
     act = get_activation(activation, gated=gated, sparse=True)
     for name in patterns:
         require(name in PATTERNS, f"pattern {name!r} is unknown; use one of {', '.join(PATTERNS)}")
-    check_sizes(tokens, hidden_size, intermediate_size)
+    check_sizes(tokens, hidden_size)
     known = ("stream", "eager") if backward else MODES
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
@@ -117,13 +117,11 @@ def default_mode(num_tokens: int) -> str:
     return "graph" if num_tokens <= GRAPH_TOKENS else "stream"
 
 
-def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int) -> None:
-    """Raise ValueError for sizes that the kernels do not take."""
+def check_sizes(tokens: Sequence[int], hidden_size: int) -> None:
+    """Raise ValueError for numbers of tokens and a width that the kernels do not take."""
     require(min(tokens) >= 1, f"tokens holds {min(tokens)}; it has to be at least 1")
     unfit = f"hidden_size is {hidden_size}; the kernels need a multiple of 16"
     require(hidden_size >= 16 and hidden_size % 16 == 0, unfit)
-    unfit = f"intermediate_size is {intermediate_size}; it has to be at least 1"
-    require(intermediate_size >= 1, unfit)
 
 
 class ByRow(Float8Linear):

@@ -262,7 +262,7 @@ def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
     require(config.hidden_act == "relu", unfit)
     most = config.max_position_embeddings
     require(context <= most, f"{name} is for {most} tokens; {context} were asked for")
-    check_sizes([context], config.hidden_size, config.intermediate_size)
+    check_sizes([context], config.hidden_size)
 
 
 def random_model(

@@ -24,8 +24,6 @@ from twell.sparse.layer import SparseFFN
 
 PARTS = "gate_proj", "up_proj", "down_proj"  # of SparseFFN
 SLOT = "sparse_ffn"
-# Children under these names are the whole of their owner: torch.compile, FSDP, checkpoint_wrapper.
-WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
@@ -151,9 +149,7 @@ class Site:
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """Return the feed-forward layers that are not sparse yet, in order; refuse wrapped ones."""
-    if (whole := _adapter_of(model)) is not None and not whole.inline:
-        raise ValueError(f"{type(model).__name__} is itself the layer to replace")
+    """Return the feed-forward layers that are not sparse yet, in order."""
     result: list[Site] = []
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
@@ -165,9 +161,6 @@ def sites(model: nn.Module) -> list[Site]:
                     unknown = f"a {kind.__name__} inherits from a known layer, and may compute more"
                     raise ValueError(f"{unknown}; twell.register_adapter says what it computes")
                 continue
-            if name in WRAPPED:
-                wrapper = f"a {type(module).__name__} is wrapped in a {type(owner).__name__}"
-                raise ValueError(f"{wrapper}; sparsify before")
             if adapter.renamed and any(site.module is module for site in result):
                 continue  # several owners hold it
             result.append(Site(owner, name, module, adapter))

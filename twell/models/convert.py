@@ -20,7 +20,7 @@ from twell.models import adapters
 from twell.models.adapters import KNOWN_NAMES, PARTS, SLOT, SPARSIFIABLE, OwnedFFN, Site
 from twell.sparse.activations import RELU
 from twell.sparse.layer import SparseFFN
-from twell.sparse.projections import CALLED_WITH, HOOKS
+from twell.sparse.projections import CALLED_WITH, HOOKS, why_called
 
 # The largest relative error between a module and its SparseFFN, which compute the same products.
 SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -305,14 +305,8 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
 
 
 def _can_compute(part: nn.Module) -> bool:
-    """Return whether a projection has a plain weight; its class may inherit from nn.Linear."""
-    weight = getattr(part, "weight", None)
-    if not isinstance(part, nn.Linear) or "forward" in vars(part):
-        return False
-    if type(weight) is not nn.Parameter or weight.device.type not in ("cpu", "cuda"):
-        return False
-    hooks = any(getattr(part, name) for name in CALLED_WITH)
-    return not hooks and weight.shape == (part.out_features, part.in_features)
+    """Return whether a projection computes with its weight alone, on random numbers of torch's."""
+    return why_called(part) is None and part.weight.device.type in ("cpu", "cuda")
 
 
 def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:

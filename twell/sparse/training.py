@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from twell.sparse.activations import RELU
 from twell.sparse.calibration import default
 from twell.sparse.layer import SparseFFN, backend_status
 
@@ -67,19 +66,14 @@ class SparseTraining:
         model: any module; its layers are looked up once.
         path: how gradients are computed, "union" or "hybrid" (the paper's); None: densely.
 
-    Raises ValueError for another path, and for "hybrid" with another activation than ReLU. Ours.
+    Raises ValueError for another path; a step by "hybrid" also for an activation other than ReLU.
+    Ours.
     """
 
     def __init__(self, model: nn.Module, *, path: str | None = "union"):
         if path not in (None, "union", "hybrid"):
             raise ValueError(f"path {path!r} is unknown; use 'union', 'hybrid' or None")
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
-        other = next((ffn for ffn in self.layers if ffn.act != RELU), None)
-        if path == "hybrid" and other is not None:
-            raise ValueError(
-                "path 'hybrid' takes 'relu' without a threshold, and a layer has "
-                f"{other.activation!r} with threshold {other.threshold:g}; use path 'union'"
-            )
         self.path = path if backend_status()["triton"] is None else None
         largest = max((ffn.intermediate_size for ffn in self.layers), default=1)
         self.capacities = capacities(largest)
