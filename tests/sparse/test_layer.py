@@ -17,8 +17,8 @@ from tests.factories.sparse import (
 )
 from twell.sparse.activations import get_activation
 from twell.sparse.edit import Edit
-from twell.sparse.layer import ActivityStats, SparseFFN, backend_status, summarize_activity
-from twell.sparse.observe import Collector
+from twell.sparse.layer import SparseFFN, backend_status
+from twell.sparse.observe import ActivityStats, Collector, summarize_activity
 
 GATED = pytest.mark.parametrize("gated", [True, False])
 BACKENDS = pytest.mark.parametrize("backend", ["dense", "reference"])

@@ -116,9 +116,6 @@ def densify(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo"
         )
-    for owner, _, ffn in places:
-        if ffn.replaced[1] is None and "_dense_class" not in vars(type(owner)):
-            raise ValueError(f"a {type(owner).__name__} was sharded; densify the model before that")
     if any(ffn.quantized for _, _, ffn in places):
         raise ValueError("the model has FP8 weights; twell.dequantize_ puts bf16 back first")
     for place in places:

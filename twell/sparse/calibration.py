@@ -202,30 +202,23 @@ class Calibration:
             known = ms is not None and num_tokens >= fewest
             known &= path != "decode" or num_tokens <= min(most, DECODE_CHUNK)
             if path == "dense" or known:
-                times[path] = ms
-        return self._at_least(times, num_tokens, situation)
+                times[path] = max(ms, self._floor(path, num_tokens, situation))
+        return times
 
-    def _at_least(
-        self, times: Mapping[str, float], num_tokens: float, situation: str
-    ) -> dict[str, float]:
-        """No time below the floor of its path: what Python takes does not grow with the tokens."""
-        result = dict(times)
-        for path, ms in times.items():
-            if floors := self._floors.get((situation, path)):
-                most, _ = floors[-1]
-                result[path] = max(ms, _interpolate(floors, min(num_tokens, most), 0.0))
-        return result
+    def _floor(self, path: str, num_tokens: float, situation: str) -> float:
+        """Return the least ms of a path: the time of Python does not grow with the tokens."""
+        floors = self._floors.get((situation, path))
+        return _interpolate(floors, min(num_tokens, floors[-1][0]), 0.0) if floors else 0.0
 
     def choices(self, num_tokens: float, active: float, union: float) -> dict[str, str]:
         """Return the fastest path by situation, dense unless a sparse one wins by the margin."""
         alone, paths = self.predict(num_tokens, active, union), {}
         for situation in SITUATIONS:
-            times = self._at_least(alone, num_tokens, situation)
-            host = self._at_least(dict.fromkeys(alone, 0.0), num_tokens, situation)
+            host = {path: self._floor(path, num_tokens, situation) for path in alone}
             of_call, of_gpu = HOST_SHARES[situation]
             most = max(of_call * host["dense"], of_gpu * alone["dense"])
-            fits = {"dense", *(path for path in times if host[path] <= most)}
-            times = {path: ms for path, ms in times.items() if path in fits}
+            fits = [path for path in alone if path == "dense" or host[path] <= most]
+            times = {path: max(alone[path], host[path]) for path in fits}
             best = min(times, key=times.get)
             wins = times[best] <= (1 - self.margin) * times["dense"]
             paths[situation] = best if wins else "dense"

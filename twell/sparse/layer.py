@@ -30,29 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from twell.sparse import backends, float8
-from twell.sparse.activations import ACTIVATIONS, get_activation
+from twell.sparse.activations import get_activation
 from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS, Calibration
 from twell.sparse.edit import Edit
-from twell.sparse.observe import (
-    ActivityStats,
-    Outbox,
-    Wants,
-    open_collector,
-    show_hidden,
-    summarize_activity,
-)
+from twell.sparse.observe import ActivityStats, Outbox, Wants, open_collector, show_hidden
 from twell.sparse.order import TokenOrder
 from twell.sparse.plan import MODULES, POWERS, Chooser, captured_by_hand, situation_of
 from twell.sparse.projections import store_neuron_major, warn_dense, why_called, why_dense
 
-__all__ = [
-    "ACTIVATIONS",
-    "ActivityStats",
-    "SparseFFN",
-    "backend_status",
-    "captured_by_hand",
-    "summarize_activity",
-]
+__all__ = ["SparseFFN", "backend_status", "captured_by_hand"]
 
 
 def backend_status() -> dict[str, str | None]:
@@ -262,7 +248,7 @@ class SparseFFN(nn.Module):
     def keep_down(self, in_fp8: bool) -> None:
         """Keep a copy of the down projection in FP8 for dense passes, or drop it.
 
-        None is kept of a projection that has to be called, is in FP8, or has its weight elsewhere.
+        A projection that has to be called, is in FP8 or is offloaded has no copy.
         """
         part = self.down_proj
         fits = in_fp8 and type(part) is nn.Linear and why_called(part) is None
@@ -271,7 +257,7 @@ class SparseFFN(nn.Module):
         self._copied = _version(part.weight) if fits else None
 
     def down_in_fp8(self) -> float8.Float8Linear | None:
-        """The copy of `keep_down`, made anew where the weight changed; compiled code keeps its."""
+        """Return the copy of `keep_down`, renewed if the weight has changed; not in compiled code."""
         if self.dense_down is None or self.edit is not None:  # which changes down
             return None
         compiling = torch.compiler.is_compiling()
