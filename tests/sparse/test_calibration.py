@@ -116,10 +116,10 @@ def test_a_sparse_path_leaves_time_of_the_host_to_the_rest_of_a_model(
 # --- files
 
 
-@pytest.mark.parametrize(("expected", "training"), [(None, 0.5), ((3.5, 20.0), None), (None, 1000)])
-def test_files_keep_everything(rng, tmp_path, expected, training):
+@pytest.mark.parametrize("training", [0.5, None, 1000])
+def test_files_keep_everything(rng, tmp_path, training):
     floors = Floor("eager", 1, {"dense": 0.5}), Floor("compiled", 8, {"dense": 0.25, "union": 3.0})
-    options = {"expected": expected, "margin": 0.07, "gated": False, "training": training}
+    options = {"margin": 0.07, "gated": False, "training": training}
     options["floors"] = floors
     made, path = from_grid(random_grid(rng), **options), tmp_path / "c.json"
     made.save(path)
@@ -171,9 +171,9 @@ def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
 
 
 def test_scaling_keeps_the_time_of_equal_work():
-    made = threshold(expected=(2.0, 50.0))
+    made = threshold()
     half = made.scaled(32, 500, True)
-    assert half.training is None and half.expected is None
+    assert half.training is None
     assert threshold(training=90).scaled(64, 500, True).training == 45
     assert half.predict(64, 20, 40) == pytest.approx(made.predict(32, 40, 80))
     slow = threshold(

@@ -77,8 +77,6 @@ class Calibration:
         versions, date: of the measurement, for the reader.
         times: one Point for each case, of the GPU alone; every calibration has dense times.
         floors: where a call may wait for Python, one Floor for each situation and number of tokens.
-        expected: mean active neurons and mean union of 64 tokens of the calibrated model; a layer
-            assumes them until it has seen its own. None: it starts densely.
         margin: the share by which a sparse path must be predicted faster than dense.
         training: mean active neurons per token below which a sparse training step is faster than a
             dense one. None: it never is.
@@ -94,7 +92,6 @@ class Calibration:
     versions: str
     date: str
     times: tuple[Point, ...]
-    expected: tuple[float, float] | None = None
     margin: float = MARGIN
     training: float | None = None
     floors: tuple[Floor, ...] = ()
@@ -122,8 +119,7 @@ class Calibration:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             for name, kind in _LISTS.items():
                 fields[name] = tuple(kind(**point) for point in fields.get(name, ()))
-            if fields.get("expected"):
-                fields["expected"] = tuple(fields["expected"])
+            fields.pop("expected", None)  # files have it, and it is always null
             return cls(**fields)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no calibration: {error}") from None
@@ -271,7 +267,6 @@ class Calibration:
                 for f in self.floors
                 for path, ms in f.ms.items()
             ),
-            expected=None,
             margin=SCALED_MARGIN,
             training=None if self.training is None else neurons(self.training),
         )

@@ -94,13 +94,13 @@ class Chooser:
     `plans` is the choice by situation (calibration.py): pairs (most tokens, path) in rising order;
     the last serves any number above too. torch.compile compiles its code for a number of tokens
     again when their path changes.
-    `observed` holds the newest mean of active neurons per token and of neurons in a block's union;
-    None at first. Before that the plan is dense, unless the calibration has an expectation.
+    `observed` holds the newest mean of active neurons per token and of neurons in a block's union.
+    At first it is None, and the plan is dense.
 
     Counters are int64 [4] for each of CLASSES, on the layer's device. Sparse kernels add to them in
     every eager call, a dense call only when it is due: the calls 1, 2, 4, 8 and so on of a class. A
     due call adopts the counters that the due call before it began to copy to the host, and waits
-    for that copy if need be. Then it starts the next copy. The counts between two copies alone
+    for that copy if need be. Then it starts the next copy. Only the counts between two copies
     decide. A frozen chooser counts nothing (`freeze`). Copies and pickles of a chooser keep its
     plans and start with new counters.
     """
@@ -279,7 +279,7 @@ class Chooser:
         calibration = self._calibration or default(
             *self.shape, self._quantized, self.device_name or ""
         )
-        activities = {size: self._activity(size, calibration) for size in CLASSES}
+        activities = {size: self._activity(size) for size in CLASSES}
         dense, choices = dict.fromkeys(SITUATIONS, "dense"), []
         for power in POWERS:
             activity = activities[min(power, BLOCK)]
@@ -290,11 +290,9 @@ class Chooser:
             self._paths[situation] = paths
             self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
 
-    def _activity(self, size: int, calibration: Calibration) -> tuple[float, float] | None:
+    def _activity(self, size: int) -> tuple[float, float] | None:
         """Return the active neurons and the union expected in calls of a class; None: unknown."""
         known = self._known
-        if not known and calibration.expected is not None:
-            known = {BLOCK: calibration.expected}
         if not known:
             return None
         if size in known:
