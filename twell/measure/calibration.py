@@ -143,11 +143,10 @@ def tune(
 ) -> pd.DataFrame | None:
     """Fix the paths of "auto" by the activity of a batch; print and return the table.
 
-    A layer that is not tuned counts the activity of its calls, and adopts it at fixed numbers of
-    calls. A tuned one counts nothing, and takes the same paths from the first call on. The activity
-    stands in the configuration, so `save_pretrained` saves it and loading restores it. Where it
-    makes unions a quarter smaller, tokens are put in order too (`order_tokens`), which is not
-    saved. Tune again after training.
+    A tuned layer counts nothing, and takes the same paths from the first call on. The configuration
+    holds the activity, so `save_pretrained` saves it and loading restores it. Where order makes
+    unions a quarter smaller, tokens are put in order too (`order_tokens`), which is not saved. Tune
+    again after training.
 
     Args:
         model: with SparseFFN layers, on the device where it will run.

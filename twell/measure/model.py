@@ -188,7 +188,7 @@ def layer_rows(subject: Subject, ids: Tensor, case: dict, activity: Sequence[dic
         options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
         inputs = x, *weights, subject.by_neuron[index]
         alone = Case(subject.gpu, f"layer {index}", inputs, **options)
-        alone.allowed = check.allowed(alone.exact, alone.x, alone.sets[0])
+        alone.allowed = check.trained_limit(alone.exact, alone.x, alone.sets[0])
         sparse = Provider("triton", ops.choose(len(alone.x)))
         calls = bench(subject.gpu, alone.prepare, [DENSE_COMPILED, sparse, AUTO])
         dense, by_path, auto = (call.columns for call in calls.values())

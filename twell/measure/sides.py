@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from twell.config import TrainConfig
 from twell.measure import check, imposed
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import PROJECTIONS, ThirdPartyLayer, check_sizes
+from twell.measure.layer import ThirdPartyLayer, check_sizes
 from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
@@ -31,6 +31,7 @@ from twell.models.quantize import QUANTIZED
 from twell.sparse import calibration as plan
 from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
+from twell.sparse.projections import PROJECTIONS
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}

@@ -21,8 +21,8 @@ from transformers.activations import ReLUSquaredActivation
 
 from twell.sparse.activations import ACTIVATIONS, Activation, get_activation
 from twell.sparse.layer import SparseFFN
+from twell.sparse.projections import PROJECTIONS
 
-PARTS = "gate_proj", "up_proj", "down_proj"  # of SparseFFN
 SLOT = "sparse_ffn"
 
 
@@ -69,7 +69,7 @@ class Adapter:
 
     @property
     def renamed(self) -> bool:
-        pairs = zip(self.projections, PARTS, strict=True)
+        pairs = zip(self.projections, PROJECTIONS, strict=True)
         return self.inline or any(own not in (None, ours) for own, ours in pairs)
 
 

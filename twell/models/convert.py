@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from twell.models import adapters
-from twell.models.adapters import KNOWN_NAMES, PARTS, SLOT, SPARSIFIABLE, OwnedFFN, Site
+from twell.models.adapters import KNOWN_NAMES, SLOT, SPARSIFIABLE, OwnedFFN, Site
 from twell.sparse.activations import RELU
 from twell.sparse.layer import SparseFFN
-from twell.sparse.projections import CALLED_WITH, HOOKS, why_called
+from twell.sparse.projections import CALLED_WITH, HOOKS, PROJECTIONS, why_called
 
 # The largest relative error between a module and its SparseFFN, which compute the same products.
 SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -143,7 +143,7 @@ def last_norm(model: PreTrainedModel) -> nn.Module | None:
 def _around(site: Site) -> SparseFFN:
     """Return a SparseFFN that shares the projections of a module; ReLU for what `check` reports."""
     module, adapter, act = site.module, site.adapter, site.activation or RELU
-    names = {ours: own for ours, own in zip(PARTS, adapter.projections, strict=True) if own}
+    names = {ours: own for ours, own in zip(PROJECTIONS, adapter.projections, strict=True) if own}
     up = getattr(module, adapter.up)
     sizes = up.in_features, up.out_features
     options = {"activation": act.name, "threshold": act.threshold, "gated": bool(adapter.gate)}

@@ -30,10 +30,9 @@ MARGIN = 0.03
 SCALED_MARGIN = 0.10
 # How a layer is called: "eager", by code of torch.compile, or in a CUDA graph, which never waits.
 SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
-# A sparse call may take the host so long, as shares of dense's call and of its time on the GPU; the
-# longer counts. The rest of a model needs the host too, and slows Python more than torch's own
-# launches: eager calls of 512 tokens gained 17% in a layer alone, and lost time in a model. In
-# compiled code dense launches are cheaper than in the single calls that were measured.
+# The host time that a sparse call may take, as shares of dense's host time and of its GPU time; the
+# larger counts. The rest of a model needs the host too, and slows Python more than torch's own
+# launches. In compiled code dense launches are cheaper than in the single calls that were measured.
 HOST_SHARES = {EAGER: (0.4, 0.4), COMPILED: (0.85, 1.0), GRAPH: (1.0, 1.0)}
 DECODE_CHUNK = 512  # decode takes more in chunks, each with launches of its own
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.

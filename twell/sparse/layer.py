@@ -87,16 +87,15 @@ class SparseFFN(nn.Module):
     Changing. `silenced` makes the output zero. `edit` (edit.py, set by twell.intervene) changes the
     values of some neurons. The L1 term and `stats` count these neurons all the same.
 
-    Choosing. `backend="auto"` follows `plans`: pairs (most tokens, path) for eager calls, for code
-    of torch.compile and for CUDA graphs. `plan` is the one for eager calls. A plan follows from
-    measured times (`calibration`; None: the defaults of the card) and from the activity, which
-    `twell.tune` fixes, or which the layer observes at fixed numbers of eager calls. Compiled code
-    keeps the plans that it was compiled with, so tune first, or run a batch. `backend="triton"`
-    takes `path`: "rowwise", "union", "decode" or "dense"; None: by the number of tokens. While
-    `readable` is False every sparse backend calls the projections, and `repr` says why.
+    Choosing. `backend="auto"` follows `plans`, made from measured times (`calibration`; None: the
+    defaults of the card) and from the activity. `twell.tune` fixes the activity; else the layer
+    observes it at fixed numbers of eager calls. Compiled code keeps the plans that it was compiled
+    with, so tune first, or run a batch. `backend="triton"` takes `path`: "rowwise", "union",
+    "decode" or "dense"; None: by the number of tokens. While `readable` is False every sparse
+    backend calls the projections, and `repr` says why.
 
-    Ordering. With `token_order` set (order.py; by twell.order_tokens) the sparse backends compute
-    that many tokens in this order, for smaller unions.
+    Ordering. Sparse backends compute calls of as many tokens as `token_order` has (order.py; set by
+    twell.order_tokens) in this order, for smaller unions.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
@@ -230,7 +229,7 @@ class SparseFFN(nn.Module):
 
     @property
     def plans(self) -> dict[str, tuple[tuple[int, str], ...]]:
-        """The plans by situation: eager calls, code of torch.compile, CUDA graphs."""
+        """Pairs as in `plan` by situation: eager calls, code of torch.compile, CUDA graphs."""
         dense = dict.fromkeys(SITUATIONS, ((POWERS[-1], "dense"),))
         return self.chooser.plans if self.readable else dense
 

@@ -161,11 +161,7 @@ class SparseTraining:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a `state`. Raises ValueError for one of another number of layers."""
-        if len(state["activity"]) != len(self.layers):
-            raise ValueError(
-                f"the state is of {len(state['activity'])} layers; the model has {len(self.layers)}"
-            )
+        """Restore a `state` of the same model."""
         self.capacity, self.repeated = state["capacity"], state["repeated"]
         self.activity, self.sparse = list(state["activity"]), list(state["sparse"])
         self._recent = deque(state["recent"], maxlen=RECENT)
