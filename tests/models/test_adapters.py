@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+from torch import nn
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -147,6 +148,7 @@ REFUSED = [  # a family, an attribute of its second layer, its value, and what t
     ("t5", None, None, "NewGELUActivation"),
     ("opt", "activation_dropout", 0.1, "activation_dropout=0.1"),
     ("llama", "mlp.__class__", Other, "a Other inherits from a known layer"),
+    ("llama", "mlp.act_fn", nn.SiLU(), r"'relu', .* SiLU\(\)"),
 ]
 
 

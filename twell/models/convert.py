@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from twell.models import adapters
 from twell.models.adapters import KNOWN_NAMES, SLOT, SPARSIFIABLE, OwnedFFN, Site
-from twell.sparse.activations import RELU
+from twell.sparse.activations import ACTIVATIONS, RELU
 from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import CALLED_WITH, HOOKS, PROJECTIONS, why_called
 
@@ -243,9 +243,11 @@ def _check_projections(site: Site) -> None:
 def _check_activation(site: Site, config: Any, relufy: bool) -> str | None:
     """Refuse an activation without zeros; with `relufy` return its name."""
     adapter, kind, known = site.adapter, type(site.module).__name__, site.activation
+    in_config = getattr(config, adapter.config or "", None)
+    if in_config in ACTIVATIONS and (known.name if known else "silu") != in_config:
+        raise ValueError(f"the configuration says {in_config!r}, and a {kind} has {site.act}")
     if known is not None:
         return None
-    in_config = getattr(config, adapter.config or "", None)
     name = in_config or adapter.activation or type(site.act).__name__
     if not relufy:
         raise ValueError(
