@@ -299,12 +299,11 @@ class SparseFFN(nn.Module):
     def _by_modules(self, x: Tensor) -> Tensor:
         """Compute y as a stock module does, in as little Python, and with few guards."""
         parts, act = self.parts, self.act
-        gate, up = parts.get("gate_proj"), parts["up_proj"]
-        if gate is None:
-            return parts["down_proj"](act.hidden(act.gate(up(x)), None))
-        if act.name == "relu" and not act.threshold:  # torch.compile does not guard identity
-            return parts["down_proj"](torch.relu(gate(x)) * up(x))
-        return parts["down_proj"](act.hidden(act.gate(gate(x)), up(x)))
+        gate = parts.get("gate_proj")
+        # By name and threshold, since torch.compile does not guard identity.
+        if gate is not None and act.name == "relu" and not act.threshold:
+            return parts["down_proj"](torch.relu(gate(x)) * parts["up_proj"](x))
+        return parts["down_proj"](self.activations(x)[1])
 
     def _choose_compiled(self, x: Tensor) -> str | None:
         """Return MODULES for a plain dense pass; each attribute read becomes a guard of its code."""
