@@ -115,10 +115,6 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _adapter_of(module: nn.Module) -> Adapter | None:
-    return ADAPTERS.get(_name(type(module)))
-
-
 # --- finding them
 
 
@@ -155,8 +151,8 @@ def sites(model: nn.Module) -> list[Site]:
         for name, module in owner._modules.items():  # named_children names a module once
             if module is None or SLOT in module._modules:
                 continue
-            if (adapter := _adapter_of(module)) is None:
-                kind = type(module)
+            kind = type(module)
+            if (adapter := ADAPTERS.get(_name(kind))) is None:
                 if any(_name(base) in ADAPTERS for base in kind.__mro__):
                     unknown = f"a {kind.__name__} inherits from a known layer, and may compute more"
                     raise ValueError(f"{unknown}; twell.register_adapter says what it computes")

@@ -274,7 +274,8 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
     docs/models.md says where nothing is compared. Raises ValueError where the results differ.
     """
     parts = filter(None, (ffn.gate_proj, ffn.up_proj, ffn.down_proj))
-    if site.adapter.inline or not all(map(_can_compute, parts)):
+    plain = (why_called(p) is None and p.weight.device.type in ("cpu", "cuda") for p in parts)
+    if site.adapter.inline or not all(plain):
         return
     modules = [*site.module.modules(), *ffn.modules()]
     before, down = [module.training for module in modules], ffn.down_proj.weight
@@ -301,11 +302,6 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
         down.data, ffn.outbox.last = weight, None
         for module, was in zip(modules, before, strict=True):
             module.training = was
-
-
-def _can_compute(part: nn.Module) -> bool:
-    """Return whether a projection computes with its weight alone, on random numbers of torch's."""
-    return why_called(part) is None and part.weight.device.type in ("cpu", "cuda")
 
 
 def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
