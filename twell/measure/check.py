@@ -65,8 +65,8 @@ class Exact:
     tensors: y [M, K]; with gradients also l1 [M], dx [M, K], dw_gate and dw_up [N, K] (a layer
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. either: by tensor, the norm of the part from
-    gates so near to zero that sums in fp32 may come out on either side of it; for y, the norm of
-    the change by errors of FP8 sums. slack: the factor of the tolerance.
+    gates that rounding may put on either side of zero; for y, the norm of the change by errors of
+    FP8 sums. slack: the factor of the tolerance.
     """
 
     tensors: dict[str, Tensor]

@@ -123,7 +123,7 @@ def synthetic_layer(
 
 
 def bisect(too_low: Callable[[float], bool], low: float, high: float, steps: int) -> list[float]:
-    """Return the two ends of what is left of an interval after `steps` halvings."""
+    """Return the two ends of an interval after `steps` halvings."""
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if too_low(middle) else (low, middle)

@@ -77,7 +77,7 @@ def exact_hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
 
 
 class Linears:
-    """The linear layers of a model in bf16, some of them in FP8 as a provider wants.
+    """The linear layers of a model in bf16; the provider decides which of them are in FP8.
 
     A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
     of attention are in FP8 too. A third party's feed-forward layers take the places of ours.

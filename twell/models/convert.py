@@ -141,7 +141,7 @@ def last_norm(model: PreTrainedModel) -> nn.Module | None:
 
 
 def _around(site: Site) -> SparseFFN:
-    """Return a SparseFFN that shares the projections of a module; ReLU for what `check` reports."""
+    """Return a SparseFFN that shares a module's projections; ReLU replaces other activations."""
     module, adapter, act = site.module, site.adapter, site.activation or RELU
     names = {ours: own for ours, own in zip(PROJECTIONS, adapter.projections, strict=True) if own}
     up = getattr(module, adapter.up)
@@ -213,7 +213,7 @@ def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
         parameter.data = parameter.data.contiguous()
 
 
-# --- what is refused
+# --- refusing
 
 
 def check(site: Site, config: Any, *, relufy: bool) -> str | None:

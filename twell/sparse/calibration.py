@@ -34,7 +34,7 @@ SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 # larger counts. The rest of a model needs the host too, and slows Python more than torch's own
 # launches. In compiled code dense launches are cheaper than in the single calls that were measured.
 HOST_SHARES = {EAGER: (0.4, 0.4), COMPILED: (0.85, 1.0), GRAPH: (1.0, 1.0)}
-DECODE_CHUNK = 512  # decode takes more in chunks, each with launches of its own
+DECODE_CHUNK = 512  # decode splits more tokens into chunks, each with its own launches
 # Tokens of a block whose active neurons are counted as one union, as in the kernels.
 BLOCK = 64
 
@@ -335,10 +335,10 @@ def default(
     quantized: bool = False,
     device_name: str = "",
 ) -> Calibration:
-    """Return the times of such weights that were measured on the card, scaled to such a layer.
+    """Return the times that ship with the package for a card, scaled to a layer.
 
-    They are of K = 2048, N = 5632, gated, in bf16 and in FP8; and without a gate, N = 8192, in
-    bf16. device_name: as torch.cuda.get_device_name gives it.
+    They were measured with K = 2048: gated with N = 5632, in bf16 and in FP8; without a gate in
+    bf16, with N = 8192 or, on an H100, 5632. device_name: as torch.cuda.get_device_name gives it.
     """
     kind = "_fp8" if quantized else "" if gated else "_non_gated"
     card = next((f"_{card.lower()}" for card in CARDS if card in device_name), "")

@@ -62,7 +62,7 @@ def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
-    """Return what changes when a weight is replaced or written."""
+    """Return a weight's address and version: one of them changes if it is replaced or written."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
@@ -134,7 +134,7 @@ class SparseFFN(nn.Module):
         self._copied: tuple[int, int] | None = None
         self.train_path: str | None = None
         self.capacity = 0
-        self.replaced: Any = None  # what a model had in this place (models/adapters.py)
+        self.replaced: Any = None  # the adapter and the replaced module (models/convert.py)
         self._path: str | None = None
         self.backend = backend
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
@@ -256,7 +256,7 @@ class SparseFFN(nn.Module):
         self._copied = _version(part.weight) if fits else None
 
     def down_in_fp8(self) -> float8.Float8Linear | None:
-        """Return the copy of `keep_down`, renewed if the weight has changed; not in compiled code."""
+        """Return the copy of `keep_down`; eager calls renew it if the weight has changed."""
         if self.dense_down is None or self.edit is not None:  # which changes down
             return None
         compiling = torch.compiler.is_compiling()

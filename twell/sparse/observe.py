@@ -233,8 +233,8 @@ class Collector:
                 box.overwritten = waits  # an earlier pass, for a collector around this code
         if lost and error is None:
             raise RuntimeError(
-                "more than one pass left its terms with a compiled layer, which holds one pass; open "
-                "a `with twell.collect_l1(...)` block for each, in one thread at a time"
+                "more than one pass left its terms with a compiled layer, which holds one pass; "
+                "open a `with twell.collect_l1(...)` block for each, in one thread at a time"
             )
 
     def see(self, ffn: nn.Module, g: Tensor, h: Tensor) -> None:

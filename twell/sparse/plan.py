@@ -34,11 +34,11 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
 MODULES = "modules"  # the path of a dense call without the kernels
-# Dense eager calls of at most so many tokens wait for Python, of which the modules need least: in a
-# model on an H100, 2,048 tokens take 0.27 ms a layer longer by the kernels.
+# Dense eager calls of up to so many tokens wait for Python, and the modules need less of it than
+# the kernels: 0.27 ms a layer less, for 2,048 tokens in a model on an H100.
 WAITING = 4096
 PROBE_BLOCKS = 1024 // BLOCK
-# Plans are made anew when an observation differs by this factor: each compiles code of its own.
+# A plan changes when an observation differs by this factor: torch.compile then compiles again.
 NOTICEABLE = 1.2
 
 
@@ -111,7 +111,7 @@ class Chooser:
         self._calibration: Calibration | None = None
         self._quantized = self.frozen = False
         self.device_name: str | None = None  # unknown
-        self._known: dict[int, tuple[float, float]] = {}  # by class: what is behind the plan
+        self._known: dict[int, tuple[float, float]] = {}  # activity of the plan, by class
         self._forget_counters()
         self._forget_plans()
         self._make_plan()
@@ -254,7 +254,7 @@ class Chooser:
             self._copy = _begin_copy(self._counters)
 
     def _to_warm_up(self, num_tokens: int, taken: str) -> str | None:
-        """The path of graphs, where it is not the one `taken` by this eager call; only once.
+        """Return the path of graphs, once, if this eager call has not `taken` it.
 
         A call before a capture is to compile and load what the capture launches. One by modules
         loads no kernels.
@@ -327,7 +327,7 @@ class Chooser:
         return self._of_class[_class(num_tokens)]
 
     def _adopt(self, totals: list[list[int]]) -> None:
-        """Plan anew where the counts since the last totals differ from those behind the plan."""
+        """Make a new plan if the counts since the last totals differ from those of the plan."""
         before, self._read = self._read, totals
         most, changed = 0, False
         for size, *pair in zip(CLASSES, before, totals, strict=True):
@@ -393,5 +393,5 @@ def _class(num_tokens: int) -> int:
 
 
 def _differ(old: float, new: float) -> bool:
-    """Whether the numbers differ noticeably; the 1 is for those near zero."""
+    """Whether the numbers differ noticeably; adding 1 ignores small changes near zero."""
     return not 1 / NOTICEABLE <= (new + 1) / (old + 1) <= NOTICEABLE
