@@ -14,7 +14,7 @@ from tests.factories import SEED
 from tests.factories.ops import Trained
 from twell.sparse import reference
 from twell.sparse.activations import RELU
-from twell.sparse.calibration import DEPENDS_ON, Calibration, default
+from twell.sparse.calibration import DEPENDS_ON, Calibration, Point, default
 from twell.sparse.layer import SparseFFN, backend_status
 from twell.sparse.observe import Collector
 
@@ -134,8 +134,8 @@ ABOUT = {
 
 def calibration(rows, **changes):
     """From rows (tokens, active, union, path, ms)."""
-    keys = ("tokens", "active", "union", "path", "p50")
-    return Calibration.fit([dict(zip(keys, row, strict=True)) for row in rows], **ABOUT | changes)
+    times = tuple(Point(*case, {path: ms}) for *case, path, ms in rows)
+    return Calibration(times=times, **ABOUT | changes)
 
 
 def random_grid(rng: random.Random, tokens=(1, 8, 64, 4096)):

@@ -15,7 +15,6 @@ from tests import fuzz, fuzz_training
 from tests.factories import SEED
 from tests.factories.kernels import DEVICE, run_as
 from tests.factories.ops import train
-from twell import SparseFFN, SparseTraining
 from twell.kernels import training, weight_gradients
 from twell.kernels.paper import hybrid, hybrid_format
 from twell.sparse import training_ops
@@ -233,5 +232,3 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(ValueError, match=value):
             train(path, capacity, **given)
-    with pytest.raises(ValueError, match="'hybrid'.*'relu2'"):
-        SparseTraining(SparseFFN(16, 40, activation="relu2", backend="triton"), path="hybrid")

@@ -25,12 +25,11 @@ LAYER = [
     ({"mode": "graph", "backward": True}, "'graph'"),
     ({"providers": ["tests.none:x"]}, "provider tests.none:x: No module named 'tests.none'"),
     ({"providers": [f"{FOREIGN}x"]}, f"provider {FOREIGN}x: .* no attribute 'x'.*module:function"),
-    ({"providers": [f"{FOREIGN}TINY"]}, f"provider {FOREIGN}TINY: is no function"),
-    ({"providers": ["tests.factories"]}, "provider tests.factories: is no function"),
+    ({"providers": ["tests.factories"]}, "provider tests.factories: .*module:function"),
     ({"providers": [f"{FOREIGN}plain"], "bias": True}, "without biases"),
 ]
 MODEL = [
-    ({"providers": ["tests"]}, "provider tests: is no function"),
+    ({"providers": ["tests"]}, "provider tests: .*module:function"),
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from tests.factories import models as factory
 from tests.factories.models import assert_same, change_config, change_tensors, published, write
 from twell.models import load
-from twell.sparse.layer import SparseFFN
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -79,13 +78,14 @@ def test_a_configured_type_that_rounds_warns(tmp_path):
 
 def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monkeypatch):
     factory.make().save_pretrained(tmp_path / "model")
-    path, default = tmp_path / "model" / "calibration.json", SparseFFN(32, 84).plan
+    path = tmp_path / "model" / "calibration.json"
     factory.calibration().save(path)
     model = load(tmp_path, backend="auto")[0]
     assert model.config.ffn_backend == "auto"
     for ffn in model.ffns:
         assert ffn.backend == "auto" and ffn.calibration.times == factory.calibration().times
-        assert ffn.plan[0] == (512, "decode") != default[0]
+        ffn.observe(2, 30)
+        assert ffn.plan[0] == (512, "decode")
     assert all(ffn.calibration is None for ffn in load(tmp_path)[0].ffns)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")

@@ -36,16 +36,15 @@ def call(chooser, num_tokens, active, union, times=1):
 # --- the choice of a layer
 
 
-def test_a_fresh_layer_is_dense_unless_told_what_to_expect():
+def test_a_fresh_layer_is_dense_until_it_observes():
     chooser = Chooser(32, 1000, True)
     chooser.calibration = threshold()
     assert chooser.plans["eager"] == DENSE and chooser.observed is None
-    chooser.calibration = threshold(expected=(2.0, 50.0))
+    chooser.observe(2, 50)
     assert chooser.plans["eager"] == ((32, "decode"), (POWERS[-1], "union"))
-    assert chooser.observed is None
     assert [chooser.path(m) for m in (1, 32, 33, 10**9)] == ["decode", "decode", "union", "union"]
     chooser.observe(1000, 1000)
-    assert chooser.plans["eager"] == DENSE  # an observation counts more
+    assert chooser.plans["eager"] == DENSE
     chooser.observe(2, 50)
     chooser.calibration = threshold(crossing=40.0)
     assert chooser.path(4096) == "dense"  # a new calibration, a new plan

@@ -60,10 +60,8 @@ def test_layers_that_are_too_small_one_after_another():
     mixed = roomy(SparseTraining(Stack((256, 100))))
     for _ in mixed.attempts():
         assert [ffn.capacity for ffn in mixed.layers] == [256, 100]
-    with pytest.raises(AssertionError, match="257 and has the largest, 256"):
+    with pytest.raises(AssertionError, match="257 and has 256"):
         step(mixed, 257, 0)
-    with pytest.raises(ValueError, match="2 layers; the model has 3"):
-        sparse.restore(mixed.state())
 
 
 @on_cpu
@@ -139,8 +137,8 @@ def test_the_capacity_follows_the_most_of_recent_steps():
 # --- layers that cannot be sparse, and processes
 
 
-@pytest.mark.parametrize("case", ["dense", "never", "path", "closed", "no kernels", "no layers"])
-def test_without_a_layer_that_could_be_sparse_no_process_is_asked(monkeypatch, case):
+@pytest.mark.parametrize("case", ["dense", "never", "path", "no kernels", "no layers"])
+def test_without_a_layer_that_could_be_sparse_nothing_is_read(monkeypatch, case):
     backend, training = "dense" if case == "dense" else "triton", ()
     if case in ("never", "no kernels"):
         backend, training = "auto", (None, 0.0) if case == "never" else (64.0, 64.0)
@@ -148,10 +146,8 @@ def test_without_a_layer_that_could_be_sparse_no_process_is_asked(monkeypatch, c
     if case == "no kernels":
         status = {"triton": "the package triton is not installed"}
         monkeypatch.setattr(sparse_training, "backend_status", lambda: status)
-    path = None if case == "path" else "union"
-    sparse = SparseTraining(model, path=path, reduce=lambda _: pytest.fail("nothing to tell"))
-    if case == "closed":
-        sparse.close()
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda _: pytest.fail("nothing to read"))
+    sparse = SparseTraining(model, path=None if case == "path" else "union")
     for attempt in sparse.attempts():
         assert attempt == 0 and told(sparse) == [(None, False)] * len(sparse.layers)
         need(sparse, *[60] * len(sparse.layers))
@@ -165,28 +161,20 @@ def test_each_attempt_reads_the_device_once(monkeypatch):
 
 
 @on_cpu
-def test_processes_of_a_group_decide_by_their_maximum(fake, monkeypatch):
-    """Two models that train beside each other have a group each."""
+def test_processes_decide_by_their_maximum(fake, monkeypatch):
     seen, other = [], torch.tensor([20, 500])
 
-    def reduce(numbers):
+    def all_reduce(numbers, op):
+        assert op == distributed.ReduceOp.MAX
         seen.append(numbers.tolist())
-        return torch.maximum(numbers, other)
-
-    sparse = SparseTraining(Stack((1024, 1024)), reduce=reduce)
-    assert step(sparse, 30, None) == 2 and sparse.capacity == 768
-    assert seen == [[30, -1]] * 2 and sparse.activity == [30, 500]
-    asked, all_reduce = [], distributed.all_reduce
-
-    def asking(numbers, **options):
-        asked.append(numbers.tolist())
-        return all_reduce(numbers, **options)
+        numbers.copy_(torch.maximum(numbers, other))
 
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
-        monkeypatch.setattr(distributed, "all_reduce", asking)
-        step(SparseTraining(Stack((64, 64))), 3, 3)
-        assert asked == [[3, 3]]
+        monkeypatch.setattr(distributed, "all_reduce", all_reduce)
+        sparse = SparseTraining(Stack((1024, 1024)))
+        assert step(sparse, 30, None) == 2 and sparse.capacity == 768
+        assert seen == [[30, -1]] * 2 and sparse.activity == [30, 500]
     finally:
         distributed.destroy_process_group()
     with pytest.raises(ValueError, match="'rowwise'"):

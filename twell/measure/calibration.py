@@ -21,7 +21,7 @@ from twell.measure.rows import significant
 from twell.measure.runner import bench
 from twell.models.convert import ACTIVITY, apply_activity, sparse_ffns
 from twell.models.order import MIN_TOKENS, order_tokens
-from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, Calibration, Floor, crossing
+from twell.sparse.calibration import COMPILED, EAGER, FLOAT8, Calibration, Floor, Point, crossing
 from twell.sparse.layer import SparseFFN
 from twell.sparse.plan import BLOCK, WAITING, count_activity, sampled_blocks
 
@@ -54,7 +54,7 @@ def calibrate(
     training. Raises as `ffn` does. Ours.
     """
     gpu, precision = runner.Gpu(), FP8 if quantized else None
-    check_sizes(tokens, hidden_size, intermediate_size)
+    check_sizes(tokens, hidden_size)
     sizes = hidden_size, intermediate_size
 
     def timed(case: Case, turns: str, column: str, behind: Container[str] = ()) -> dict:
@@ -71,7 +71,7 @@ def calibrate(
         print(f"{case}  {case.mode:<8}  {shown}", flush=True)
         return times
 
-    rows, floors, half = [], [], intermediate_size // 2
+    points, floors, half = [], [], intermediate_size // 2
     levels = {level for level in (1, 10, 30, 100, 300, 1000) if level < half}
     for num_tokens in tokens:
         behind: set[str] = set()
@@ -80,16 +80,14 @@ def calibrate(
             case = Case.draw(gpu, (num_tokens, *sizes), active, mode=mode, gated=gated)
             times = timed(case, "calibration", "p50", behind)
             behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
-            columns = {name: case.columns[name] for name in ("tokens", "active", "union")}
-            rows += [columns | {"path": path, "p50": p50} for path, p50 in times.items()]
+            points.append(Point(num_tokens, case.columns["active"], case.columns["union"], times))
     for num_tokens in FLOOR_TOKENS:  # of a layer with hardly any activity
         for situation in (EAGER, COMPILED) if num_tokens <= max(tokens) else ():
             case = Case.draw(gpu, (num_tokens, *sizes), 1, mode=situation, gated=gated)
             floors.append(Floor(situation, num_tokens, timed(case, "floor", "p20")))
         torch.compiler.reset()  # compiled anew for each path, up to a limit
     origin = results.provenance()
-    calibration = Calibration.fit(
-        rows,
+    calibration = Calibration(
         device=origin["device"],
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -97,11 +95,12 @@ def calibrate(
         dtype=FLOAT8 if quantized else "bfloat16",
         versions="; ".join(f"{name} {version}" for name, version in origin["versions"].items()),
         date=origin["date"],
+        times=tuple(points),
         floors=tuple(floors),
     )
     if out:
         calibration.save(out)
-        print(f"{out}: {len(rows)} times", flush=True)
+        print(f"{out}: {sum(len(point.ms) for point in points)} times", flush=True)
     return calibration
 
 
@@ -119,7 +118,7 @@ def crossover(
     0: sparse is slower at the lowest. Raises as `ffn` does. Ours.
     """
     gpu = runner.Gpu()
-    check_sizes([tokens], hidden_size, intermediate_size)
+    check_sizes([tokens], hidden_size)
     levels: list[tuple[float, float]] = []
     for active in sorted({max(share * intermediate_size, 1.0) for share in CROSSOVER_SHARES}):
         shape = tokens, hidden_size, intermediate_size
@@ -144,11 +143,10 @@ def tune(
 ) -> pd.DataFrame | None:
     """Fix the paths of "auto" by the activity of a batch; print and return the table.
 
-    A layer that is not tuned counts the activity of its calls, and adopts it at fixed numbers of
-    calls. A tuned one counts nothing, and takes the same paths from the first call on. The activity
-    stands in the configuration, so `save_pretrained` saves it and loading restores it. Where it
-    makes unions a quarter smaller, tokens are put in order too (`order_tokens`), which is not
-    saved. Tune again after training.
+    A tuned layer counts nothing, and takes the same paths from the first call on. The configuration
+    holds the activity, so `save_pretrained` saves it and loading restores it. Where order makes
+    unions a quarter smaller, tokens are put in order too (`order_tokens`), which is not saved. Tune
+    again after training.
 
     Args:
         model: with SparseFFN layers, on the device where it will run.

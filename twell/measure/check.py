@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from twell.sparse import float8, reference
 from twell.sparse.activations import RELU, Activation
+from twell.sparse.calibration import BLOCK
 
 Weights = tuple[Tensor | None, Tensor, Tensor]
 TOLERANCE = {
@@ -50,12 +51,9 @@ AS_DENSE, FROM_DENSE = 1.25, 2.0
 # Sums in fp32 err by about this share of the sum of their terms' absolute values. A gate nearer to
 # zero is active or not by chance, and has its full gradient if it is.
 EDGE = 2.0**-21
-# The same for FP8 products, which tensor cores sum with 13 bits behind the point. It counts at
-# random weights, whose active gates are a tail near zero: the error of a layer is up to 0.7% there,
-# 0.3% of it from sums. Of few entries one sum decides, whose error is up to 3% (one token, 9 active
-# neurons): K / 32 roundings to the same side.
+# The same for FP8 products, which tensor cores sum with 13 bits behind the point. With few active
+# entries one sum may decide, whose K / 32 roundings may all go to the same side.
 FP8_SUM, FP8_SUM_OF_FEW = 2.0**-13, 2.0**-10
-BLOCK = 64  # consecutive tokens of a union
 CHUNK = 4096  # tokens computed in fp64 at a time
 SAMPLE = 4096  # tokens of a batch that are compared with fp32, and rows of each layer with fp64
 
@@ -67,8 +65,8 @@ class Exact:
     tensors: y [M, K]; with gradients also l1 [M], dx [M, K], dw_gate and dw_up [N, K] (a layer
     without a gate has no dw_gate) and dw_down [K, N]. counts [M] int64: active neurons of each
     token. unions int64: active neurons of each block. either: by tensor, the norm of the part from
-    gates so near to zero that sums in fp32 may come out on either side of it; for y, the norm of
-    the change by errors of FP8 sums. slack: the factor of the tolerance.
+    gates that rounding may put on either side of zero; for y, the norm of the change by errors of
+    FP8 sums. slack: the factor of the tolerance.
     """
 
     tensors: dict[str, Tensor]
@@ -201,8 +199,8 @@ def relative(result: Tensor, exact: Tensor) -> float:
     return math.inf if math.isnan(wrong) else wrong / (size or 1.0)
 
 
-def allowed(exact: Exact, rows: Tensor, weights: Weights) -> float:
-    """Return the relative RMS that plain products allow a layer (TOLERANCE["trained layer"])."""
+def trained_limit(exact: Exact, rows: Tensor, weights: Weights) -> float:
+    """Return the limit of a trained layer's error, by the error of plain products."""
     plain = relative(reference.ffn(rows, *weights), exact.y)
     return min(AS_DENSE * plain, TOLERANCE["trained layer"])
 
@@ -221,7 +219,7 @@ def exact_layer(layer: nn.Module, rows: Tensor, path: str | None = None) -> tupl
     ]
     if not in_fp8[1]:
         exact = Exact.of(rows, weights)
-        return exact, allowed(exact, rows, weights)
+        return exact, trained_limit(exact, rows, weights)
     read = getattr(layer, "read", float8.quantize)
     exact = Exact.of(float8.wide(*read(rows)), weights, fp8=True)
     return exact, exact.limit("FP8 layer") if in_fp8[2] else TOLERANCE["trained layer"]

@@ -32,7 +32,8 @@ from torch.nn import functional as F
 from twell.measure.check import BLOCK, Weights, hooked
 from twell.measure.rows import require
 from twell.models.llama import SparseLlamaForCausalLM
-from twell.sparse.layer import ActivityStats, SparseFFN, summarize_activity
+from twell.sparse.layer import SparseFFN
+from twell.sparse.observe import ActivityStats, summarize_activity
 
 DOCUMENT = 2048  # consecutive tokens of a layer's input that share a part of their variance
 # The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
@@ -122,7 +123,7 @@ def synthetic_layer(
 
 
 def bisect(too_low: Callable[[float], bool], low: float, high: float, steps: int) -> list[float]:
-    """Return the two ends of what is left of an interval after `steps` halvings."""
+    """Return the two ends of an interval after `steps` halvings."""
     for _ in range(steps):
         middle = (low + high) / 2
         low, high = (middle, high) if too_low(middle) else (low, middle)

@@ -43,18 +43,18 @@ from twell.sparse.calibration import EAGER, Calibration
 from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
+from twell.sparse.projections import PROJECTIONS
 from twell.sparse.training import SparseTraining
 
-PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
 FORWARD_TOKENS, BACKWARD_TOKENS = (131_072, 16_384, 2048, 64, 16, 1), (65_536, 16_384)
 GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
 DECODE_TOKENS = 1024  # largest number of tokens for which the path "decode" is timed
 # With this many entries row-wise takes half a second, far more than any other path.
 ROWWISE_ENTRIES = 100_000_000
-# Gradients that reach the layer. The L1 term's is a tenth of the random one that a neuron gets from
-# y, so that the check notices its absence. It is a power of two, since any other constant would be
-# rounded the same way in every entry, and such errors do not average.
+# Gradients that reach the layer. A neuron gets a tenth as much from the L1 term as from y, so the
+# check notices a missing term. Any constant but a power of two is rounded alike in every entry, and
+# such errors do not average.
 DY, DL1 = 1e-5, 2.0**-20
 
 
@@ -87,7 +87,7 @@ def ffn(
     act = get_activation(activation, gated=gated, sparse=True)
     for name in patterns:
         require(name in PATTERNS, f"pattern {name!r} is unknown; use one of {', '.join(PATTERNS)}")
-    check_sizes(tokens, hidden_size, intermediate_size)
+    check_sizes(tokens, hidden_size)
     known = ("stream", "eager") if backward else MODES
     require(mode in (None, *known), f"mode {mode!r} is unknown; use one of {', '.join(known)}")
     plain = act == RELU and not bias
@@ -117,13 +117,11 @@ def default_mode(num_tokens: int) -> str:
     return "graph" if num_tokens <= GRAPH_TOKENS else "stream"
 
 
-def check_sizes(tokens: Sequence[int], hidden_size: int, intermediate_size: int) -> None:
-    """Raise ValueError for sizes that the kernels do not take."""
+def check_sizes(tokens: Sequence[int], hidden_size: int) -> None:
+    """Raise ValueError for numbers of tokens and a width that the kernels do not take."""
     require(min(tokens) >= 1, f"tokens holds {min(tokens)}; it has to be at least 1")
     unfit = f"hidden_size is {hidden_size}; the kernels need a multiple of 16"
     require(hidden_size >= 16 and hidden_size % 16 == 0, unfit)
-    unfit = f"intermediate_size is {intermediate_size}; it has to be at least 1"
-    require(intermediate_size >= 1, unfit)
 
 
 class ByRow(Float8Linear):
@@ -166,7 +164,7 @@ class DenseLayer(nn.Module):
     ):
         super().__init__()
         self.act, self.read = act, lambda x: x
-        give(self, (*weights[:2], weights[2].contiguous()), bias)
+        set_projections(self, (*weights[:2], weights[2].contiguous()), bias)
         if precision is not None:
             kind = {FP8: ByRow, FP8_TENSOR: ByTensor}[precision]
             self.read = kind.read
@@ -201,7 +199,7 @@ class ThirdPartyLayer(nn.Module):
 
     def __init__(self, provider: Provider, weights: Weights):
         super().__init__()
-        give(self, weights, bias=False)
+        set_projections(self, weights, bias=False)
         parts = [getattr(self, name) for name in PROJECTIONS]
         self.trains = trains = torch.is_grad_enabled()
         given = (part and part.weight.requires_grad_(trains) for part in parts)
@@ -216,7 +214,7 @@ class ThirdPartyLayer(nn.Module):
         return results if self.trains else results.view(x.shape)
 
 
-def give(layer: nn.Module, weights: Weights, bias: bool) -> None:
+def set_projections(layer: nn.Module, weights: Weights, bias: bool) -> None:
     """Set a layer's projections to nn.Linear of these weights, and of biases of zeros."""
     for name, weight in zip(PROJECTIONS, weights, strict=True):
         part = None
@@ -314,7 +312,7 @@ class Case:
         options = {"activation": self.act.name, "gated": self.gated, "device": "meta"}
         options["backend"] = provider.backend
         layer = SparseFFN(c["hidden_size"], c["intermediate_size"], **options)
-        give(layer, weights, self.bias)
+        set_projections(layer, weights, self.bias)
         if provider.in_fp8:
             quantize_(layer)
         else:

@@ -82,7 +82,6 @@ def language_model(
     decode = decode or ()
     least = min([*itertools.chain(*shapes), *decode, decode_context])
     require(least >= 1, f"batches and documents hold {least}; it has to be at least 1")
-    require(bool(shapes) or not alike, "alike: the first of the batches is imposed; there is none")
     reason = float8.why_not(gpu.device) if fp8 else None
     require(reason is None, f"FP8 cannot be measured here: {reason}")
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
@@ -189,7 +188,7 @@ def layer_rows(subject: Subject, ids: Tensor, case: dict, activity: Sequence[dic
         options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
         inputs = x, *weights, subject.by_neuron[index]
         alone = Case(subject.gpu, f"layer {index}", inputs, **options)
-        alone.allowed = check.allowed(alone.exact, alone.x, alone.sets[0])
+        alone.allowed = check.trained_limit(alone.exact, alone.x, alone.sets[0])
         sparse = Provider("triton", ops.choose(len(alone.x)))
         calls = bench(subject.gpu, alone.prepare, [DENSE_COMPILED, sparse, AUTO])
         dense, by_path, auto = (call.columns for call in calls.values())

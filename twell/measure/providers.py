@@ -5,8 +5,8 @@ A leaf: it imports no torch, so tables and figures use it too.
 
 from __future__ import annotations
 
+import importlib
 import math
-import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -69,14 +69,11 @@ class Provider:
 
     def load(self) -> Callable:
         """Return the third party's function. Raises ValueError where there is none."""
+        module, _, name = self.backend.partition(":")
         try:
-            function = pkgutil.resolve_name(self.backend)
-            error = None if self.third_party and callable(function) else "is no function"
-        except (ImportError, AttributeError, ValueError) as mistake:
-            error = mistake
-        if error is not None:
-            raise ValueError(f"provider {self}: {error}; write package.module:function")
-        return function
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"provider {self}: {error}; write package.module:function") from None
 
     @property
     def compiled(self) -> bool:

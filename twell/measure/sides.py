@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from twell.config import TrainConfig
 from twell.measure import check, imposed
 from twell.measure.check import TOLERANCE
-from twell.measure.layer import PROJECTIONS, ThirdPartyLayer, check_sizes
+from twell.measure.layer import ThirdPartyLayer, check_sizes
 from twell.measure.providers import COMPILED, EAGER, FP8_ALL, TUNED, Provider
 from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
@@ -31,6 +31,7 @@ from twell.models.quantize import QUANTIZED
 from twell.sparse import calibration as plan
 from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
+from twell.sparse.projections import PROJECTIONS
 
 ATTENTION = "q_proj", "k_proj", "v_proj", "o_proj"
 COMPILE_OPTIONS = {COMPILED: None, TUNED: {"coordinate_descent_tuning": True}}
@@ -76,7 +77,7 @@ def exact_hidden_states(model: SparseLlamaForCausalLM, ids: Tensor) -> Tensor:
 
 
 class Linears:
-    """The linear layers of a model in bf16, some of them in FP8 as a provider wants.
+    """The linear layers of a model in bf16; the provider decides which of them are in FP8.
 
     A dense provider has gate, up and down in FP8, a sparse one gate and up. With FP8_ALL the four
     of attention are in FP8 too. A third party's feed-forward layers take the places of ours.
@@ -262,7 +263,7 @@ def check_model(name: str, config: SparseLlamaConfig, context: int) -> None:
     require(config.hidden_act == "relu", unfit)
     most = config.max_position_embeddings
     require(context <= most, f"{name} is for {most} tokens; {context} were asked for")
-    check_sizes([context], config.hidden_size, config.intermediate_size)
+    check_sizes([context], config.hidden_size)
 
 
 def random_model(

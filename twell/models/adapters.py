@@ -21,11 +21,9 @@ from transformers.activations import ReLUSquaredActivation
 
 from twell.sparse.activations import ACTIVATIONS, Activation, get_activation
 from twell.sparse.layer import SparseFFN
+from twell.sparse.projections import PROJECTIONS
 
-PARTS = "gate_proj", "up_proj", "down_proj"  # of SparseFFN
 SLOT = "sparse_ffn"
-# Children under these names are the whole of their owner: torch.compile, FSDP, checkpoint_wrapper.
-WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Adapter:
 
     @property
     def renamed(self) -> bool:
-        pairs = zip(self.projections, PARTS, strict=True)
+        pairs = zip(self.projections, PROJECTIONS, strict=True)
         return self.inline or any(own not in (None, ours) for own, ours in pairs)
 
 
@@ -117,10 +115,6 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _adapter_of(module: nn.Module) -> Adapter | None:
-    return ADAPTERS.get(_name(type(module)))
-
-
 # --- finding them
 
 
@@ -151,23 +145,18 @@ class Site:
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """Return the feed-forward layers that are not sparse yet, in order; refuse wrapped ones."""
-    if (whole := _adapter_of(model)) is not None and not whole.inline:
-        raise ValueError(f"{type(model).__name__} is itself the layer to replace")
+    """Return the feed-forward layers that are not sparse yet, in order."""
     result: list[Site] = []
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
             if module is None or SLOT in module._modules:
                 continue
-            if (adapter := _adapter_of(module)) is None:
-                kind = type(module)
+            kind = type(module)
+            if (adapter := ADAPTERS.get(_name(kind))) is None:
                 if any(_name(base) in ADAPTERS for base in kind.__mro__):
                     unknown = f"a {kind.__name__} inherits from a known layer, and may compute more"
                     raise ValueError(f"{unknown}; twell.register_adapter says what it computes")
                 continue
-            if name in WRAPPED:
-                wrapper = f"a {type(module).__name__} is wrapped in a {type(owner).__name__}"
-                raise ValueError(f"{wrapper}; sparsify before")
             if adapter.renamed and any(site.module is module for site in result):
                 continue  # several owners hold it
             result.append(Site(owner, name, module, adapter))

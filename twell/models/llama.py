@@ -8,13 +8,11 @@ folder also holds modeling_twell.py, by which `trust_remote_code=True` finds the
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from numbers import Real
 from pathlib import Path
 
 import torch
@@ -81,11 +79,6 @@ class SparseLlamaConfig(LlamaConfig):
                 f"{self.activation_threshold!r}; expected a number above 0"
             )
         self.hidden_act = self.hidden_act.removesuffix(THRESHOLD)
-        if not isinstance(self.gated_mlp, bool):
-            raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
-        number = self.l1_coefficient
-        if not (isinstance(number, Real) and 0 <= number < math.inf):
-            raise ValueError(f"l1_coefficient is {number!r}; expected a finite number, 0 or more")
 
     def to_dict(self) -> dict:
         """As in transformers; `hidden_act` also says that there is a threshold."""
@@ -135,8 +128,6 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
     recording = False  # set it to count evaluation passes too; training passes always are
 
     def __init__(self, config: SparseLlamaConfig):
-        if isinstance(getattr(config, "quantization_config", None), dict):  # not `from_pretrained`
-            raise ValueError("the configuration is of FP8 weights; load them with from_pretrained")
         activation, config.hidden_act = config.hidden_act.removesuffix(THRESHOLD), "relu"
         try:  # transformers, whose layers are replaced below, knows no dReLU
             super().__init__(config)

@@ -23,7 +23,6 @@ enough.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,31 +30,15 @@ import torch
 from torch import Tensor, nn
 
 from twell.sparse import backends, float8
-from twell.sparse.activations import ACTIVATIONS, get_activation
+from twell.sparse.activations import get_activation
 from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS, Calibration
 from twell.sparse.edit import Edit
-from twell.sparse.observe import (
-    ActivityStats,
-    Outbox,
-    Wants,
-    open_collector,
-    show_hidden,
-    summarize_activity,
-)
+from twell.sparse.observe import ActivityStats, Outbox, Wants, open_collector, show_hidden
 from twell.sparse.order import TokenOrder
 from twell.sparse.plan import MODULES, POWERS, Chooser, captured_by_hand, situation_of
 from twell.sparse.projections import store_neuron_major, warn_dense, why_called, why_dense
 
-__all__ = [
-    "ACTIVATIONS",
-    "ActivityStats",
-    "SparseFFN",
-    "backend_status",
-    "captured_by_hand",
-    "summarize_activity",
-]
-
-GONE = "collect_l1", "record", "token_mask"  # of earlier versions: attributes would do nothing
+__all__ = ["SparseFFN", "backend_status", "captured_by_hand"]
 
 
 def backend_status() -> dict[str, str | None]:
@@ -79,7 +62,7 @@ def _check_known(kind: str, name: str, known: Iterable[str]) -> None:
 
 
 def _version(weight: Tensor) -> tuple[int, int]:
-    """Return what changes when a weight is replaced or written."""
+    """Return a weight's address and version: one of them changes if it is replaced or written."""
     return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
@@ -104,16 +87,15 @@ class SparseFFN(nn.Module):
     Changing. `silenced` makes the output zero. `edit` (edit.py, set by twell.intervene) changes the
     values of some neurons. The L1 term and `stats` count these neurons all the same.
 
-    Choosing. `backend="auto"` follows `plans`: pairs (most tokens, path) for eager calls, for code
-    of torch.compile and for CUDA graphs. `plan` is the one for eager calls. A plan follows from
-    measured times (`calibration`; None: the defaults of the card) and from the activity, which
-    `twell.tune` fixes, or which the layer observes at fixed numbers of eager calls. Compiled code
-    keeps the plans that it was compiled with, so tune first, or run a batch. `backend="triton"`
-    takes `path`: "rowwise", "union", "decode" or "dense"; None: by the number of tokens. While
-    `readable` is False every sparse backend calls the projections, and `repr` says why.
+    Choosing. `backend="auto"` follows `plans`, made from measured times (`calibration`; None: the
+    defaults of the card) and from the activity. `twell.tune` fixes the activity; else the layer
+    observes it at fixed numbers of eager calls. Compiled code keeps the plans that it was compiled
+    with, so tune first, or run a batch. `backend="triton"` takes `path`: "rowwise", "union",
+    "decode" or "dense"; None: by the number of tokens. While `readable` is False every sparse
+    backend calls the projections, and `repr` says why.
 
-    Ordering. With `token_order` set (order.py; by twell.order_tokens) the sparse backends compute
-    that many tokens in this order, for smaller unions.
+    Ordering. Sparse backends compute calls of as many tokens as `token_order` has (order.py; set by
+    twell.order_tokens) in this order, for smaller unions.
 
     Training. With `train_path` set ("union" or "hybrid"; by twell.SparseTraining, which retries
     steps that overflow) the backends "triton" and "auto" compute gradients sparsely, with buffers
@@ -138,9 +120,6 @@ class SparseFFN(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; it has to be at least 1")
         self.act = get_activation(activation, threshold, gated=gated)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -155,10 +134,9 @@ class SparseFFN(nn.Module):
         self._copied: tuple[int, int] | None = None
         self.train_path: str | None = None
         self.capacity = 0
-        self.replaced: Any = None  # what a model had in this place (models/adapters.py)
+        self.replaced: Any = None  # the adapter and the replaced module (models/convert.py)
         self._path: str | None = None
         self.backend = backend
-        self.register_load_state_dict_pre_hook(float8.refuse_values)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     def _make_parts(self, gated: bool, **options: Any) -> None:
@@ -168,9 +146,6 @@ class SparseFFN(nn.Module):
         self.down_proj = nn.Linear(*sizes[::-1], **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in GONE:
-            instead = "twell.collect_l1(layer) or twell.sparse.observe.Collector"
-            raise AttributeError(f"SparseFFN.{name} is gone: use {instead} around the pass")
         if name == "down_proj":  # peft merges in place, which no version shows, and puts it back
             self._copied = None
         super().__setattr__(name, value)
@@ -192,14 +167,6 @@ class SparseFFN(nn.Module):
     @calibration.setter
     def calibration(self, calibration: Calibration | None) -> None:
         self.chooser.calibration = calibration
-
-    @property
-    def l1(self) -> Tensor | None:
-        """sum_n |h| of each token of the last pass without a collector; deprecated."""
-        warnings.warn(
-            "SparseFFN.l1 is deprecated: use twell.collect_l1", FutureWarning, stacklevel=2
-        )
-        return self.outbox.last
 
     @property
     def gated(self) -> bool:
@@ -262,7 +229,7 @@ class SparseFFN(nn.Module):
 
     @property
     def plans(self) -> dict[str, tuple[tuple[int, str], ...]]:
-        """The plans by situation: eager calls, code of torch.compile, CUDA graphs."""
+        """Pairs as in `plan` by situation: eager calls, code of torch.compile, CUDA graphs."""
         dense = dict.fromkeys(SITUATIONS, ((POWERS[-1], "dense"),))
         return self.chooser.plans if self.readable else dense
 
@@ -280,7 +247,7 @@ class SparseFFN(nn.Module):
     def keep_down(self, in_fp8: bool) -> None:
         """Keep a copy of the down projection in FP8 for dense passes, or drop it.
 
-        None is kept of a projection that has to be called, is in FP8, or has its weight elsewhere.
+        A projection that has to be called, is in FP8 or is offloaded has no copy.
         """
         part = self.down_proj
         fits = in_fp8 and type(part) is nn.Linear and why_called(part) is None
@@ -289,7 +256,7 @@ class SparseFFN(nn.Module):
         self._copied = _version(part.weight) if fits else None
 
     def down_in_fp8(self) -> float8.Float8Linear | None:
-        """The copy of `keep_down`, made anew where the weight changed; compiled code keeps its."""
+        """Return the copy of `keep_down`; eager calls renew it if the weight has changed."""
         if self.dense_down is None or self.edit is not None:  # which changes down
             return None
         compiling = torch.compiler.is_compiling()
@@ -332,12 +299,11 @@ class SparseFFN(nn.Module):
     def _by_modules(self, x: Tensor) -> Tensor:
         """Compute y as a stock module does, in as little Python, and with few guards."""
         parts, act = self.parts, self.act
-        gate, up = parts.get("gate_proj"), parts["up_proj"]
-        if gate is None:
-            return parts["down_proj"](act.hidden(act.gate(up(x)), None))
-        if act.name == "relu" and not act.threshold:  # torch.compile does not guard identity
-            return parts["down_proj"](torch.relu(gate(x)) * up(x))
-        return parts["down_proj"](act.hidden(act.gate(gate(x)), up(x)))
+        gate = parts.get("gate_proj")
+        # By name and threshold, since torch.compile does not guard identity.
+        if gate is not None and act.name == "relu" and not act.threshold:
+            return parts["down_proj"](torch.relu(gate(x)) * parts["up_proj"](x))
+        return parts["down_proj"](self.activations(x)[1])
 
     def _choose_compiled(self, x: Tensor) -> str | None:
         """Return MODULES for a plain dense pass; each attribute read becomes a guard of its code."""

@@ -161,12 +161,6 @@ def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, fl
     }
 
 
-ONE_BLOCK = (
-    "a compiled layer, which holds one pass; open a `with twell.collect_l1(...)` block for each "
-    "pass of compiled layers, in one thread at a time"
-)
-
-
 class Collector:
     """Collects the side results of SparseFFN layers inside a `with` block.
 
@@ -180,7 +174,7 @@ class Collector:
     `terms` are pairs (layer, sum_n |h| of each token) in the order of the passes: fp32, of the
     input's leading shape, part of the autograd graph. Each block starts with none. Every open
     collector receives them. Activation checkpointing repeats layers in the backward pass, when the
-    collector is closed. Raises RuntimeError if it is open already.
+    collector is closed.
     """
 
     def __init__(
@@ -200,15 +194,9 @@ class Collector:
         self.is_open = False
 
     def __enter__(self) -> Collector:
-        if self.is_open:
-            raise RuntimeError(
-                "this collector is open already; let twell.collect_l1(model) make one a block"
-            )
         self._grad, compiled, around = torch.is_grad_enabled(), torch.compiler.is_compiling(), None
         if not compiled:
             around = open_collector()
-            if any(ffn.outbox.is_taken() for ffn in self.ffns):
-                raise RuntimeError(f"another thread or task collects the terms of {ONE_BLOCK}")
             _OPEN.set((*_OPEN.get(), self))
         self.terms, self.no_grad, self.is_open = [], False, True
         self.wants = self._own_wants.beside(None if around is None else around.wants)
@@ -216,8 +204,6 @@ class Collector:
         for box in (ffn.outbox for ffn in self.ffns):
             self._before.append((box.wants, box.compiled, box.l1 is not None))
             box.open(self.wants.beside(box.wants if compiled else None), compiled)
-            if not compiled:
-                box.owner = self
         return self
 
     def __exit__(self, error: type | None, *_: object) -> None:
@@ -233,9 +219,8 @@ class Collector:
             if compiled:
                 box.open(wants, by_compiled)
             else:
-                lost = lost or (box.used and box.owner is not self)
-                box.owner = open_collector(ffn)
-                box.open(box.owner and box.owner.wants)
+                around = open_collector(ffn)
+                box.open(around and around.wants)
             if activity is not None:
                 ffn.stats.add(activity, self.wants.token_mask)
             if l1 is None:
@@ -247,7 +232,10 @@ class Collector:
                 box.leave(l1, None, grad)
                 box.overwritten = waits  # an earlier pass, for a collector around this code
         if lost and error is None:
-            raise RuntimeError(f"more than one pass, or thread, left its terms with {ONE_BLOCK}")
+            raise RuntimeError(
+                "more than one pass left its terms with a compiled layer, which holds one pass; "
+                "open a `with twell.collect_l1(...)` block for each, in one thread at a time"
+            )
 
     def see(self, ffn: nn.Module, g: Tensor, h: Tensor) -> None:
         """Take g and h [M, N] of a pass, before interventions."""
@@ -297,8 +285,6 @@ class Outbox:
     """
 
     def __init__(self):
-        self.owner: Collector | None = None  # the last that opened it outside of compiled code
-        self.used = False  # whether any pass left something for a collector
         self.l1: Tensor | None = None
         self.activity: Activity | None = None
         self.last: Tensor | None = None
@@ -315,11 +301,6 @@ class Outbox:
         self.l1 = self.activity = self.last = None
         self.grad, self.overwritten = True, False
 
-    def is_taken(self) -> bool:
-        """Return whether a collector of another thread or task waits for this box."""
-        owner = self.owner if self.used else None
-        return owner is not None and owner.is_open and owner not in _OPEN.get()
-
     def leave(self, l1: Tensor | None, activity: Activity | None, grad: bool) -> None:
         """Store the side results of a pass; grad: whether it had gradients on."""
         if self.wants is None:
@@ -327,7 +308,7 @@ class Outbox:
             return
         if self.l1 is not None or self.activity is not None:
             self.overwritten = True
-        self.l1, self.grad, self.used = l1, grad, True
+        self.l1, self.grad = l1, grad
         self.activity = activity if self.wants.activity else None
 
     def show(

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from twell.sparse.observe import Result
 
+ROUNDS = 8  # of k-means
+
 
 class TokenOrder(NamedTuple):
     """order [M] int64: the token at each place. places [M] int64: the place of each token."""
@@ -49,19 +51,17 @@ class TokenOrder(NamedTuple):
         return result._replace(y=result.y.index_select(0, self.places), l1=l1, hidden=None)
 
 
-def similar_side_by_side(vectors: Tensor, clusters: int = 64, rounds: int = 8) -> Tensor:
+def similar_side_by_side(vectors: Tensor, clusters: int = 64) -> Tensor:
     """Return the place [V] int64 of each of V vectors [V, K] in a list where neighbours are alike.
 
     The list goes from one cluster of directions (k-means) to the one left that is most similar, and
     within a cluster by number. The same vectors give the same list.
     """
-    if clusters < 1:
-        raise ValueError(f"clusters is {clusters}; it has to be at least 1")
     vectors = torch.nn.functional.normalize(vectors.float().nan_to_num(), dim=1)
     clusters, device = min(clusters, len(vectors)), vectors.device
     chosen = torch.randperm(len(vectors), generator=torch.Generator().manual_seed(0))[:clusters]
     centres = vectors[chosen.to(device)]
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         nearest = (vectors @ centres.t()).argmax(1)
         members = torch.nn.functional.one_hot(nearest, clusters).to(vectors.dtype)
         # A product: sums by index_add_ would have another order in each run.

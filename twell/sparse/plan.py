@@ -24,8 +24,6 @@ from twell.sparse.calibration import (
     SITUATIONS,
     Calibration,
     default,
-    require,
-    require_up_to,
 )
 
 # Numbers of tokens at which a plan is made; the entry for P serves P / 2 + 1 to P tokens.
@@ -36,11 +34,11 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
 MODULES = "modules"  # the path of a dense call without the kernels
-# Dense eager calls of at most so many tokens wait for Python, of which the modules need least: in a
-# model on an H100, 2,048 tokens take 0.27 ms a layer longer by the kernels.
+# Dense eager calls of up to so many tokens wait for Python, and the modules need less of it than
+# the kernels: 0.27 ms a layer less, for 2,048 tokens in a model on an H100.
 WAITING = 4096
 PROBE_BLOCKS = 1024 // BLOCK
-# Plans are made anew when an observation differs by this factor: each compiles code of its own.
+# A plan changes when an observation differs by this factor: torch.compile then compiles again.
 NOTICEABLE = 1.2
 
 
@@ -96,13 +94,13 @@ class Chooser:
     `plans` is the choice by situation (calibration.py): pairs (most tokens, path) in rising order;
     the last serves any number above too. torch.compile compiles its code for a number of tokens
     again when their path changes.
-    `observed` holds the newest mean of active neurons per token and of neurons in a block's union;
-    None at first. Before that the plan is dense, unless the calibration has an expectation.
+    `observed` holds the newest mean of active neurons per token and of neurons in a block's union.
+    At first it is None, and the plan is dense.
 
     Counters are int64 [4] for each of CLASSES, on the layer's device. Sparse kernels add to them in
     every eager call, a dense call only when it is due: the calls 1, 2, 4, 8 and so on of a class. A
     due call adopts the counters that the due call before it began to copy to the host, and waits
-    for that copy if need be. Then it starts the next copy. The counts between two copies alone
+    for that copy if need be. Then it starts the next copy. Only the counts between two copies
     decide. A frozen chooser counts nothing (`freeze`). Copies and pickles of a chooser keep its
     plans and start with new counters.
     """
@@ -113,7 +111,7 @@ class Chooser:
         self._calibration: Calibration | None = None
         self._quantized = self.frozen = False
         self.device_name: str | None = None  # unknown
-        self._known: dict[int, tuple[float, float]] = {}  # by class: what is behind the plan
+        self._known: dict[int, tuple[float, float]] = {}  # activity of the plan, by class
         self._forget_counters()
         self._forget_plans()
         self._make_plan()
@@ -157,9 +155,12 @@ class Chooser:
         `tokens`: 1 to 64, the size of these blocks. Replaces every earlier observation; later calls
         of the layer observe again.
         """
-        require_up_to(self.shape[1], active=active, union=union)
-        fits = isinstance(tokens, int) and 1 <= tokens <= BLOCK
-        require(fits, "tokens", tokens, f"an integer from 1 to {BLOCK}")
+        most = self.shape[1]
+        if not (0 <= active <= most and 0 <= union <= most and 1 <= tokens <= BLOCK):
+            raise ValueError(
+                f"active is {active}, union is {union} and tokens is {tokens}; "
+                f"expected 0 to {most} neurons, and 1 to {BLOCK} tokens"
+            )
         self.observed = active, union
         self._known = {CLASSES[_class(tokens)]: self.observed}
         self._make_plan()
@@ -253,7 +254,7 @@ class Chooser:
             self._copy = _begin_copy(self._counters)
 
     def _to_warm_up(self, num_tokens: int, taken: str) -> str | None:
-        """The path of graphs, where it is not the one `taken` by this eager call; only once.
+        """Return the path of graphs, once, if this eager call has not `taken` it.
 
         A call before a capture is to compile and load what the capture launches. One by modules
         loads no kernels.
@@ -278,7 +279,7 @@ class Chooser:
         calibration = self._calibration or default(
             *self.shape, self._quantized, self.device_name or ""
         )
-        activities = {size: self._activity(size, calibration) for size in CLASSES}
+        activities = {size: self._activity(size) for size in CLASSES}
         dense, choices = dict.fromkeys(SITUATIONS, "dense"), []
         for power in POWERS:
             activity = activities[min(power, BLOCK)]
@@ -289,11 +290,9 @@ class Chooser:
             self._paths[situation] = paths
             self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
 
-    def _activity(self, size: int, calibration: Calibration) -> tuple[float, float] | None:
+    def _activity(self, size: int) -> tuple[float, float] | None:
         """Return the active neurons and the union expected in calls of a class; None: unknown."""
         known = self._known
-        if not known and calibration.expected is not None:
-            known = {BLOCK: calibration.expected}
         if not known:
             return None
         if size in known:
@@ -328,14 +327,11 @@ class Chooser:
         return self._of_class[_class(num_tokens)]
 
     def _adopt(self, totals: list[list[int]]) -> None:
-        pairs = zip(self._read, totals, strict=True)
-        self._read = totals
-        self._use([[b - a for a, b in zip(*pair, strict=True)] for pair in pairs])
-
-    def _use(self, window: list[list[int]]) -> None:
-        """Plan anew where the counts of a window differ from those behind the plan."""
+        """Make a new plan if the counts since the last totals differ from those of the plan."""
+        before, self._read = self._read, totals
         most, changed = 0, False
-        for size, (tokens, blocks, active, union) in zip(CLASSES, window, strict=True):
+        for size, *pair in zip(CLASSES, before, totals, strict=True):
+            tokens, blocks, active, union = (b - a for a, b in zip(*pair, strict=True))
             if tokens == 0 or blocks == 0:  # the copy may have come between the two
                 continue
             new = active / tokens, union / blocks
@@ -397,5 +393,5 @@ def _class(num_tokens: int) -> int:
 
 
 def _differ(old: float, new: float) -> bool:
-    """Whether the numbers differ noticeably; the 1 is for those near zero."""
+    """Whether the numbers differ noticeably; adding 1 ignores small changes near zero."""
     return not 1 / NOTICEABLE <= (new + 1) / (old + 1) <= NOTICEABLE

@@ -18,6 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from twell.sparse.float8 import Float8Linear
 
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 # The hooks of a module; a layer and the module that it replaces share them.
 CALLED_WITH = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 HOOKS = (
@@ -72,7 +73,7 @@ def why_dense(parts: dict[str, nn.Module | None], *, sharded: bool = False) -> s
         return "torch.func or forward-mode AD transforms the call"
     if not torch.compiler.is_compiling() and all(map(is_plain, parts.values())):
         return None
-    for name in ("gate_proj", "up_proj", "down_proj"):
+    for name in PROJECTIONS:
         part = parts.get(name)
         reason = None if part is None else why_called(part, sharded=sharded)
         if reason is not None:

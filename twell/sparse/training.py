@@ -17,13 +17,11 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from twell.sparse.activations import RELU
 from twell.sparse.calibration import default
 from twell.sparse.layer import SparseFFN, backend_status
 
@@ -67,32 +65,16 @@ class SparseTraining:
     Args:
         model: any module; its layers are looked up once.
         path: how gradients are computed, "union" or "hybrid" (the paper's); None: densely.
-        reduce: takes an int64 tensor [layers] and returns its elementwise maximum over all
-            processes; by default torch.distributed's, where it is initialised.
 
-    Raises ValueError for another path, and for "hybrid" with another activation than ReLU. Ours.
+    Raises ValueError for another path; a step by "hybrid" also for an activation other than ReLU.
+    Ours.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        path: str | None = "union",
-        reduce: Callable[[Tensor], Tensor] | None = None,
-    ):
+    def __init__(self, model: nn.Module, *, path: str | None = "union"):
         if path not in (None, "union", "hybrid"):
             raise ValueError(f"path {path!r} is unknown; use 'union', 'hybrid' or None")
         self.layers = [module for module in model.modules() if isinstance(module, SparseFFN)]
-        other = next((ffn for ffn in self.layers if ffn.act != RELU), None)
-        if path == "hybrid" and other is not None:
-            raise ValueError(
-                "path 'hybrid' takes 'relu' without a threshold, and a layer has "
-                f"{other.activation!r} with threshold {other.threshold:g}; use path 'union'"
-            )
-        if any(ffn.quantized for ffn in self.layers):
-            raise ValueError("the model has FP8 weights, which cannot train; twell.dequantize_ it")
         self.path = path if backend_status()["triton"] is None else None
-        self.reduce = reduce or _largest
         largest = max((ffn.intermediate_size for ffn in self.layers), default=1)
         self.capacities = capacities(largest)
         self.capacity = self.capacities[0]
@@ -117,12 +99,6 @@ class SparseTraining:
         most = 16 * max(len(self.layers), 1)
         for limit in ("recompile_limit", "accumulated_recompile_limit"):
             setattr(torch._dynamo.config, limit, max(getattr(torch._dynamo.config, limit), most))
-
-    def close(self) -> None:
-        """Leave the layers dense for good: `attempts` then has one attempt."""
-        self.path = None
-        self._decide()
-        self._release()
 
     @property
     def active(self) -> bool:
@@ -151,7 +127,8 @@ class SparseTraining:
             self._decide()  # backends and calibrations may have changed
             restore = _random_state(self.layers)
             counters = [ffn.stats.counters for ffn in self.layers]
-            for attempt in count():
+            largest = self.capacities[-1]
+            for attempt in range(ATTEMPTS):
                 self._prepare_layers()
                 yield attempt
                 needed = self._read_needed()
@@ -159,16 +136,13 @@ class SparseTraining:
                 if overflow is None:
                     self._update(needed, forced=attempt + 1 == ATTEMPTS)
                     return
-                largest = self.capacities[-1]
-                if self.capacity >= largest:
-                    message = f"a layer needs a capacity of {overflow} and has the largest"
-                    raise AssertionError(f"{message}, {self.capacity}")
                 self.repeated += 1
                 last = attempt + 2 >= ATTEMPTS
                 self.capacity = largest if last else self._capacity_for(overflow)
                 restore()
                 for ffn, before in zip(self.layers, counters, strict=True):
                     ffn.stats.counters = before
+            raise AssertionError(f"a layer needs a capacity of {overflow} and has {largest}")
         finally:
             if self._running is running:
                 self._release()
@@ -187,11 +161,7 @@ class SparseTraining:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore a `state`. Raises ValueError for one of another number of layers."""
-        if len(state["activity"]) != len(self.layers):
-            raise ValueError(
-                f"the state is of {len(state['activity'])} layers; the model has {len(self.layers)}"
-            )
+        """Restore a `state` of the same model."""
         self.capacity, self.repeated = state["capacity"], state["repeated"]
         self.activity, self.sparse = list(state["activity"]), list(state["sparse"])
         self._recent = deque(state["recent"], maxlen=RECENT)
@@ -227,7 +197,10 @@ class SparseTraining:
         """
         needed = [ffn.outbox.needed for ffn in self.layers]
         device = needed[0].device
-        return self.reduce(torch.stack([number.to(device) for number in needed])).tolist()
+        numbers, distributed = torch.stack([n.to(device) for n in needed]), torch.distributed
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
+        return numbers.tolist()
 
     def _first_overflow(self, needed: list[int]) -> int | None:
         """Return the need of the first layer that overflowed; layers after it saw wrong inputs."""
@@ -289,13 +262,6 @@ def capacities(most: int) -> tuple[int, ...]:
         size for n in range(most.bit_length()) for size in (SMALLEST << n, 3 * SMALLEST << n >> 1)
     ]
     return (*(size for size in sizes if size < most), most)
-
-
-def _largest(numbers: Tensor) -> Tensor:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX)
-    return numbers
 
 
 def _random_state(layers: list[SparseFFN]) -> Callable[[], None]:

@@ -36,7 +36,7 @@ from transformers import (
 from twell import results
 from twell.config import TrainConfig, l1_schedule
 from twell.models import SparseLlamaForCausalLM, save, silence
-from twell.sparse.layer import summarize_activity
+from twell.sparse.observe import summarize_activity
 from twell.sparse.training import SparseTraining
 from twell.train.bar import TrainingBar
 from twell.train.checkpoint import Checkpoints

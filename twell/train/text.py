@@ -14,7 +14,7 @@ import torch
 from twell import corpus, results
 from twell.config import TrainConfig
 from twell.models import SparseLlamaForCausalLM, resolve
-from twell.sparse.layer import summarize_activity
+from twell.sparse.observe import summarize_activity
 from twell.train.relufy import Student
 
 
