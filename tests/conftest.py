@@ -38,6 +38,12 @@ def pytest_report_header():
     return f"TWELL_SEED={SEED}"
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in every run, whichever tests came before."""
+    torch.manual_seed(SEED)
+
+
 @pytest.fixture
 def unwritten_memory_is_nan():
     """torch.empty gives NaN and the largest integers, so that an unwritten result fails."""

@@ -148,6 +148,7 @@ REFUSED = [  # a family, an attribute of its second layer, its value, and what t
     ("t5", None, None, "NewGELUActivation"),
     ("opt", "activation_dropout", 0.1, "activation_dropout=0.1"),
     ("llama", "mlp.__class__", Other, "a Other inherits from a known layer"),
+    ("llama", "mlp.forward", lambda x: x, "a LlamaMLP has a forward of its own"),
     ("llama", "mlp.act_fn", nn.SiLU(), r"'relu', .* SiLU\(\)"),
 ]
 

@@ -196,8 +196,18 @@ def test_training_and_other_types_are_refused():
 
 
 @torch.no_grad()
-def test_kept_weights_are_not_put_back_after_loading_others():
-    ffn, other = quantized(config=KEEP), layer()
+def test_weights_of_the_other_kind_are_not_loaded():
+    ffn, plain = quantized(config=KEEP), layer()
+    before = {name: tensor.clone() for name, tensor in ffn.state_dict().items()}
+    with pytest.raises(ValueError, match="gate_proj.weight is torch.bfloat16"):
+        ffn.load_state_dict(plain.state_dict())
+    assert torch.equal(ffn.gate_proj.weight_scale, before["gate_proj.weight_scale"])
+    kept = plain.gate_proj.weight.clone()
+    with pytest.raises(ValueError, match="gate_proj.weight is in FP8"):
+        plain.load_state_dict(before, strict=False)
+    assert torch.equal(plain.gate_proj.weight, kept)
+    # Other weights than those that were kept: the kept ones are not put back.
+    other = layer()
     weight = other.up_proj.weight.clone()
     twell.quantize_(other)
     ffn.load_state_dict(other.state_dict())

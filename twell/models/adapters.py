@@ -24,6 +24,8 @@ from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import PROJECTIONS
 
 SLOT = "sparse_ffn"
+# Children under these names are the whole of their owner: torch.compile, FSDP, checkpoint_wrapper.
+WRAPPED = "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ class Site:
 
 
 def sites(model: nn.Module) -> list[Site]:
-    """Return the feed-forward layers that are not sparse yet, in order."""
+    """Return the feed-forward layers that are not sparse yet, in order; refuse wrapped ones."""
     result: list[Site] = []
     for owner in model.modules():
         for name, module in owner._modules.items():  # named_children names a module once
@@ -157,6 +159,9 @@ def sites(model: nn.Module) -> list[Site]:
                     unknown = f"a {kind.__name__} inherits from a known layer, and may compute more"
                     raise ValueError(f"{unknown}; twell.register_adapter says what it computes")
                 continue
+            if name in WRAPPED:
+                wrapper = f"a {type(module).__name__} is wrapped in a {type(owner).__name__}"
+                raise ValueError(f"{wrapper}; sparsify before")
             if adapter.renamed and any(site.module is module for site in result):
                 continue  # several owners hold it
             result.append(Site(owner, name, module, adapter))

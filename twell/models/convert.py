@@ -116,6 +116,9 @@ def densify(model: nn.Module) -> nn.Module:
         raise ValueError(
             f"{type(model).__name__} was not made by twell.sparsify; there is nothing to undo"
         )
+    for owner, _, ffn in places:
+        if ffn.replaced[1] is None and "_dense_class" not in vars(type(owner)):
+            raise ValueError(f"a {type(owner).__name__} was sharded; densify the model before that")
     if any(ffn.quantized for _, _, ffn in places):
         raise ValueError("the model has FP8 weights; twell.dequantize_ puts bf16 back first")
     for place in places:
@@ -219,6 +222,9 @@ def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
 def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     """Refuse another layer than SparseFFN's; return the activation that ReLU has to replace."""
     module, adapter, kind = site.module, site.adapter, type(site.module).__name__
+    # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
+    if "forward" in vars(module) and "_hf_hook" not in vars(module):
+        raise ValueError(f"a {kind} has a forward of its own, which SparseFFN would replace")
     for name in (adapter.act, adapter.dropout):
         if any(getattr(getattr(module, name or "", None), hooks, None) for hooks in CALLED_WITH):
             raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")

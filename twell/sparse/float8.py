@@ -160,6 +160,15 @@ def dense(x: Tensor, weights: Weights, x_scale: Tensor | None = None) -> Tensor:
     return nn.functional.linear(h, weights.w_down_t.t(), weights.b_down)
 
 
+def refuse_values(ffn: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: object) -> None:
+    """Refuse FP8 values for a layer's bf16 weights: without scales they mean nothing. A hook."""
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        weight = state_dict.get(f"{prefix}{name}.weight")
+        in_fp8 = weight is not None and weight.dtype == FLOAT8
+        if in_fp8 and not isinstance(getattr(ffn, name), Float8Linear):
+            raise ValueError(f"{prefix}{name}.weight is in FP8; twell.quantize_ the layer first")
+
+
 class Float8Linear(nn.Module):
     """A linear layer with FP8 weights, for inference: y [..., N] in bf16 of x [..., K].
 
@@ -219,8 +228,13 @@ class Float8Linear(nn.Module):
         return part.train(self.training)
 
     def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
-        if f"{prefix}weight" in state_dict:
-            self.original = None
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.dtype != FLOAT8:
+            raise ValueError(
+                f"{prefix}weight is {weight.dtype}, and the layer has FP8 weights; load it before "
+                "twell.quantize_"
+            )
+        self.original = None if weight is not None else self.original
         super()._load_from_state_dict(state_dict, prefix, *others)
 
     def _apply(self, fn, recurse: bool = True) -> Float8Linear:

@@ -137,6 +137,7 @@ class SparseFFN(nn.Module):
         self.replaced: Any = None  # the adapter and the replaced module (models/convert.py)
         self._path: str | None = None
         self.backend = backend
+        self.register_load_state_dict_pre_hook(float8.refuse_values)
         self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
 
     def _make_parts(self, gated: bool, **options: Any) -> None:
