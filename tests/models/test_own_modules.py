@@ -50,6 +50,15 @@ def of_prosparse():
     return Gated(lambda a: F.threshold(a, 0.2, 0.0), lambda u: u)
 
 
+def changed(module, **parts):
+    module._modules.update(parts)
+    return module
+
+
+class Linear(nn.Linear):
+    """A class of one's own, which the kernels do not read."""
+
+
 class Threshold(Squared):
     def __init__(self, act):
         super().__init__()
@@ -59,11 +68,17 @@ class Threshold(Squared):
         return self.c_proj(self.act(self.c_fc(x)))
 
 
+class Flat(Threshold):
+    def forward(self, x):
+        return super().forward(x).flatten(0, -2)
+
+
 SQUARED = {"up": "c_fc", "down": "c_proj"}
 GATED = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
+DRELU = {"activation": "drelu"}
 OWN = [
     (Squared, SQUARED | {"activation": "relu2"}),
-    (Gated, GATED | {"activation": "drelu"}),
+    (Gated, GATED | DRELU),
     (of_prosparse, GATED | {"activation": "relu", "threshold": 0.2}),
     (lambda: Threshold(nn.Threshold(0.2, 0.0)), SQUARED | {"act": "act"}),
 ]
@@ -105,6 +120,9 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields):
         (Squared, SQUARED | {"activation": "relu3"}, "'relu3'"),
         (lambda: Threshold(nn.GELU()), SQUARED | {"act": "act"}, "GELU"),
         (Squared, {"activation": "relu"}, "'up' and 'down'"),
+        (lambda: changed(Squared(), c_fc=Linear(32, 84)), SQUARED | {"activation": "relu"}, "else"),
+        (lambda: changed(Gated(), drop=nn.Identity()), GATED | DRELU, "is Identity"),
+        (lambda: Flat(nn.ReLU()), SQUARED | {"act": "act"}, "Flat returns something else"),
     ],
 )
 def test_adapters_that_do_not_fit_are_refused(make, fields, names):

@@ -20,7 +20,7 @@ from twell.models import adapters
 from twell.models.adapters import KNOWN_NAMES, SLOT, SPARSIFIABLE, OwnedFFN, Site
 from twell.sparse.activations import ACTIVATIONS, RELU
 from twell.sparse.layer import SparseFFN
-from twell.sparse.projections import CALLED_WITH, HOOKS, PROJECTIONS, why_called
+from twell.sparse.projections import CALLED_WITH, HOOKS, PROJECTIONS
 
 # The largest relative error between a module and its SparseFFN, which compute the same products.
 SAME = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -225,6 +225,9 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
     # Accelerate's hooks give a module a forward too; SparseFFN takes them over.
     if "forward" in vars(module) and "_hf_hook" not in vars(module):
         raise ValueError(f"a {kind} has a forward of its own, which SparseFFN would replace")
+    drop = None if adapter.dropout is None else getattr(module, adapter.dropout)
+    if not isinstance(drop, nn.Dropout | None):  # the backends know when an nn.Dropout acts
+        raise ValueError(f"{adapter.dropout} of a {kind} is {drop}; expected an nn.Dropout")
     for name in (adapter.act, adapter.dropout):
         if any(getattr(getattr(module, name or "", None), hooks, None) for hooks in CALLED_WITH):
             raise ValueError(f"{name} of a {kind} has hooks, which SparseFFN would not call")
@@ -280,8 +283,7 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
     docs/models.md says where nothing is compared. Raises ValueError where the results differ.
     """
     parts = filter(None, (ffn.gate_proj, ffn.up_proj, ffn.down_proj))
-    plain = (why_called(p) is None and p.weight.device.type in ("cpu", "cuda") for p in parts)
-    if site.adapter.inline or not all(plain):
+    if site.adapter.inline or not all(map(_can_compute, parts)):
         return
     modules = [*site.module.modules(), *ffn.modules()]
     before, down = [module.training for module in modules], ffn.down_proj.weight
@@ -294,7 +296,10 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
                 module.training = training
             x = _random((1, 4, ffn.hidden_size), weight)
             with _seeded(x):
-                expected = site.module.forward(x).double()
+                expected = site.module.forward(x)
+            if getattr(expected, "shape", None) != x.shape:
+                raise ValueError(f"a {kind} returns something else than {tuple(x.shape)} values")
+            expected = expected.double()
             with _seeded(x):
                 result = ffn.forward(x).double()
             error = float((result - expected).norm() / expected.norm().clamp(min=1e-30))
@@ -308,6 +313,14 @@ def check_same(site: Site, ffn: SparseFFN) -> None:
         down.data, ffn.outbox.last = weight, None
         for module, was in zip(modules, before, strict=True):
             module.training = was
+
+
+def _can_compute(part: nn.Module) -> bool:
+    """Return whether a projection computes here as it is; its class may inherit from nn.Linear."""
+    own = vars(part).keys() & {"forward"} or any(getattr(part, name) for name in CALLED_WITH)
+    if own or not isinstance(part, nn.Linear) or type(part.weight) is not nn.Parameter:
+        return False
+    return part.weight.device.type in ("cpu", "cuda")
 
 
 def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
