@@ -14,6 +14,7 @@ import torch
 
 import twell
 from tests.factories.measure import TINY
+from tests.factories.models import change_config
 from twell import results
 from twell.__main__ import main
 from twell.measure import serving
@@ -121,3 +122,10 @@ def test_nothing_is_recorded_and_servers_stop(vllm, capfd, name, value, status, 
     assert vllm.measure() == status
     assert re.search(words, capfd.readouterr().err) and len(vllm.servers) == servers
     assert not vllm.words and not (vllm.out / "serve.csv").exists()
+
+
+def test_a_model_of_short_sequences_is_refused(vllm, capfd, tmp_path):
+    serving.create(tmp_path, "2b", TINY, False, torch.device("cpu"))
+    change_config(max_position_embeddings=383)(tmp_path)
+    vllm.given = [str(tmp_path)]
+    assert vllm.measure() == 2 and "384 tokens" in capfd.readouterr().err and not vllm.servers

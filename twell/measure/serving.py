@@ -87,6 +87,7 @@ def serve(
 
     # A part of a text may have other tokens again, and more.
     longest = min(LONGEST, model.config.max_position_embeddings - 2 * NEW_TOKENS)
+    require(longest >= SHORTEST, f"a model has to read {SHORTEST + 2 * NEW_TOKENS} tokens")
     number, g = max(LEVELS.values()), torch.Generator().manual_seed(SEED)
     lengths = torch.randint(SHORTEST, longest + 1, (number,), generator=g).tolist()
     if is_saved:
