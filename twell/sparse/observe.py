@@ -221,6 +221,7 @@ class Collector:
             else:
                 around = open_collector(ffn)
                 box.open(around and around.wants)
+            box.overwritten = waits  # an earlier pass, for a collector around this one
             if activity is not None:
                 ffn.stats.add(activity, self.wants.token_mask)
             if l1 is None:
@@ -230,7 +231,6 @@ class Collector:
                 hand_on(ffn, l1, grad)
             elif wants is not None:
                 box.leave(l1, None, grad)
-                box.overwritten = waits  # an earlier pass, for a collector around this code
         if lost and error is None:
             raise RuntimeError(
                 "more than one pass left its terms with a compiled layer, which holds one pass; "
