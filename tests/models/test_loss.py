@@ -141,8 +141,8 @@ def test_what_a_block_holds():
         model(input_ids=first)
     assert len(terms.terms) == 2
     assert_close(output.l1, torch.stack([l1.mean() for _, l1 in terms.terms]).mean())
-    with terms:
-        pass
+    with terms, pytest.raises(RuntimeError, match="open already"):
+        terms.__enter__()
     with pytest.raises(RuntimeError, match="no SparseFFN layer ran"):
         terms.mean()
 

@@ -174,7 +174,7 @@ class Collector:
     `terms` are pairs (layer, sum_n |h| of each token) in the order of the passes: fp32, of the
     input's leading shape, part of the autograd graph. Each block starts with none. Every open
     collector receives them. Activation checkpointing repeats layers in the backward pass, when the
-    collector is closed.
+    collector is closed. Raises RuntimeError if it is open already.
     """
 
     def __init__(
@@ -194,6 +194,8 @@ class Collector:
         self.is_open = False
 
     def __enter__(self) -> Collector:
+        if self.is_open:
+            raise RuntimeError("this collector is open already; make one for each block")
         self._grad, compiled, around = torch.is_grad_enabled(), torch.compiler.is_compiling(), None
         if not compiled:
             around = open_collector()
