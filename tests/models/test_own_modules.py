@@ -138,3 +138,10 @@ def test_every_module_of_a_class_is_compared():
     register_adapter(Threshold, **SQUARED, activation="relu", threshold=0.1)
     with pytest.raises(ValueError, match="of Threshold describes something else"):
         sparsify(model)
+
+
+def test_shards_are_not_compared():
+    model = nn.Sequential(Squared())
+    model[0].c_fc.weight.data = torch.empty(0)  # as FSDP1 and DeepSpeed keep it
+    register_adapter(Squared, **SQUARED, activation="relu2")
+    assert len(sparse_ffns(sparsify(model))) == 1

@@ -320,7 +320,8 @@ def _can_compute(part: nn.Module) -> bool:
     own = vars(part).keys() & {"forward"} or any(getattr(part, name) for name in CALLED_WITH)
     if own or not isinstance(part, nn.Linear) or type(part.weight) is not nn.Parameter:
         return False
-    return part.weight.device.type in ("cpu", "cuda")
+    whole = part.weight.shape == (part.out_features, part.in_features)  # FSDP1 keeps shards
+    return whole and part.weight.device.type in ("cpu", "cuda")
 
 
 def _random(shape: tuple[int, ...], like: Tensor) -> Tensor:
