@@ -32,6 +32,7 @@ MODEL = [
     ({"providers": ["tests"]}, "provider tests: .*module:function"),
     ({"active": [96]}, "active is .* less than 96"),
     ({"shapes": [(4, 0)]}, "hold 0"),
+    ({"shapes": [], "alike": True}, "first of the batches"),
     ({"overrides": [*TINY, "activation=silu"]}, "'silu'"),
     ({"checkpoint": ("x", measure.model(hidden_size=40), [1])}, "hidden_size is 40"),
     ({"checkpoint": ("x", measure.model(), [1]), "shapes": [(1, 300)]}, "x is for 256 tokens"),

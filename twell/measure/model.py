@@ -82,6 +82,7 @@ def language_model(
     decode = decode or ()
     least = min([*itertools.chain(*shapes), *decode, decode_context])
     require(least >= 1, f"batches and documents hold {least}; it has to be at least 1")
+    require(bool(shapes) or not alike, "alike: the first of the batches is imposed; there is none")
     reason = float8.why_not(gpu.device) if fp8 else None
     require(reason is None, f"FP8 cannot be measured here: {reason}")
     lengths = [context for _, context in shapes] + [decode_context + GENERATION] * bool(decode)
