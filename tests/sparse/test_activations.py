@@ -73,10 +73,10 @@ def test_values_are_torchs_bits(dtype):
 
 
 def test_a_threshold_is_not_ignored_by_transformers_and_not_left_out(tmp_path):
-    """tests/models/test_llama.py saves models."""
     config = SparseLlamaConfig(hidden_act="relu2", activation_threshold=0.125)
     config.save_pretrained(tmp_path)
     with pytest.raises(KeyError, match="relu2_above_threshold"):  # it would ignore the threshold
         LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="activation_threshold 0.0"):
-        SparseLlamaConfig.from_dict(config.to_dict() | {"activation_threshold": 0.0})
+    for wrong in ("activation_threshold", 0.0), ("l1_coefficient", -1.0), ("gated_mlp", "false"):
+        with pytest.raises(ValueError, match="{} .*{}".format(*wrong)):
+            SparseLlamaConfig.from_dict(config.to_dict() | dict([wrong]))

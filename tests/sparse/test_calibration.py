@@ -140,6 +140,7 @@ def test_other_files_are_refused_by_name(tmp_path):
         (lambda f: f.update(times=[]), "times"),
         (lambda f: f.update(speed=3), "'speed'"),
         (lambda f: f["times"][0].pop("union"), "'union'"),
+        (lambda f: f["times"][0]["ms"].update(fast=1.0), "'fast'"),
     ):
         fields = copy.deepcopy(right)
         change(fields)

@@ -8,6 +8,7 @@ folder also holds modeling_twell.py, by which `trust_remote_code=True` finds the
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Sequence
@@ -79,6 +80,10 @@ class SparseLlamaConfig(LlamaConfig):
                 f"{self.activation_threshold!r}; expected a number above 0"
             )
         self.hidden_act = self.hidden_act.removesuffix(THRESHOLD)
+        if not isinstance(self.gated_mlp, bool):
+            raise ValueError(f"gated_mlp is {self.gated_mlp!r}; expected true or false")
+        if not 0 <= self.l1_coefficient < math.inf:
+            raise ValueError(f"l1_coefficient is {self.l1_coefficient!r}; expected 0 or more")
 
     def to_dict(self) -> dict:
         """As in transformers; `hidden_act` also says that there is a threshold."""

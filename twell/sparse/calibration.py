@@ -96,6 +96,9 @@ class Calibration:
     floors: tuple[Floor, ...] = ()
 
     def __post_init__(self):
+        paths = {path for point in (*self.times, *self.floors) for path in point.ms}
+        if unknown := paths.difference(DEPENDS_ON):
+            raise ValueError(f"path {min(unknown)!r} is unknown; use {', '.join(DEPENDS_ON)}")
         if not any("dense" in point.ms for point in self.times):
             raise ValueError("times has no dense ones, with which sparse paths are compared")
 
