@@ -40,8 +40,7 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def seeded():
-    """The same random numbers in every run, whichever tests came before."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(SEED)  # whichever tests came before
 
 
 @pytest.fixture

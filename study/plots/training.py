@@ -202,7 +202,7 @@ def scale_activity(
     return figure
 
 
-_PAPER_RATIO = 20  # training tokens a parameter
+_PAPER_RATIO = 20  # training tokens a parameter (Table 1)
 
 
 def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "") -> Figure:
@@ -221,7 +221,8 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
             height = 100 * rows["share"] if ax is axes[2] else rows["price"]
             ax.plot(rows["tokens"] / unit, height, **look)
             last = rows["tokens"].iloc[-1] / unit, height.iloc[-1]
-            base.note(ax, f"{rows['parameters'].iloc[0] / 1e6:.0f}M", last, (4, -2), color=colour)
+            name = f"{rows['parameters'].iloc[0] / 1e6:.0f}M"
+            base.note(ax, name, last, (4, -2), color=colour, **base.HALO)
             if ax is axes[2]:
                 continue
             known = rows[rows["seeds"] > 2]

@@ -2,6 +2,7 @@
 
 import copy
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -187,6 +188,8 @@ def test_compiled_layers_hand_on_the_same(whole):
             one(input_ids=x, use_cache=False, **given)
             with inside:
                 one(input_ids=x, use_cache=False, **given)
+    with collect_l1(model), ThreadPoolExecutor() as o, pytest.raises(RuntimeError, match="thread"):
+        o.submit(collect_l1(model).__enter__).result()
     torch.compiler.reset()
 
 

@@ -64,10 +64,9 @@ def collect_l1(model: nn.Module) -> L1Terms:
     It holds what passes inside the block computed in this thread, for any model or layer, in
     training and in evaluation mode. A layer that a pass skips contributes nothing. An encoder and a
     decoder see tokens of their own: where padding counts, open a block for each. Where layers are
-    compiled, open a block for each pass, in one thread at a time; a second pass raises
-    RuntimeError. SparseLlamaForCausalLM adds the term to its loss by itself. Raises ValueError for
-    a model without SparseFFN layers. Paper: the L1 loss, in the definition of
-    SparseLlamaForCausalLM.
+    compiled, open a block for each pass, in one thread at a time; RuntimeError says so.
+    SparseLlamaForCausalLM adds the term to its loss by itself. Raises ValueError for a model
+    without SparseFFN layers. Paper: the L1 loss, in the definition of SparseLlamaForCausalLM.
     """
     return L1Terms(sparse_ffns(model), wants_l1=True)
 

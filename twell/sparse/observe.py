@@ -161,6 +161,12 @@ def summarize_activity(neuron_counts: Tensor, histogram: Tensor) -> dict[str, fl
     }
 
 
+ONE_BLOCK = (
+    "a compiled layer, which holds one pass; open a `with twell.collect_l1(...)` block for each "
+    "pass of compiled layers, in one thread at a time"
+)
+
+
 class Collector:
     """Collects the side results of SparseFFN layers inside a `with` block.
 
@@ -199,6 +205,8 @@ class Collector:
         self._grad, compiled, around = torch.is_grad_enabled(), torch.compiler.is_compiling(), None
         if not compiled:
             around = open_collector()
+            if any(ffn.outbox.is_taken() for ffn in self.ffns):
+                raise RuntimeError(f"another thread or task collects the terms of {ONE_BLOCK}")
             _OPEN.set((*_OPEN.get(), self))
         self.terms, self.no_grad, self.is_open = [], False, True
         self.wants = self._own_wants.beside(None if around is None else around.wants)
@@ -206,6 +214,8 @@ class Collector:
         for box in (ffn.outbox for ffn in self.ffns):
             self._before.append((box.wants, box.compiled, box.l1 is not None))
             box.open(self.wants.beside(box.wants if compiled else None), compiled)
+            if not compiled:
+                box.owner = self
         return self
 
     def __exit__(self, error: type | None, *_: object) -> None:
@@ -221,8 +231,9 @@ class Collector:
             if compiled:
                 box.open(wants, by_compiled)
             else:
-                around = open_collector(ffn)
-                box.open(around and around.wants)
+                lost = lost or (box.used and box.owner is not self)
+                box.owner = open_collector(ffn)
+                box.open(box.owner and box.owner.wants)
             box.overwritten = waits  # an earlier pass, for a collector around this one
             if activity is not None:
                 ffn.stats.add(activity, self.wants.token_mask)
@@ -234,10 +245,7 @@ class Collector:
             elif wants is not None:
                 box.leave(l1, None, grad)
         if lost and error is None:
-            raise RuntimeError(
-                "more than one pass left its terms with a compiled layer, which holds one pass; "
-                "open a `with twell.collect_l1(...)` block for each, in one thread at a time"
-            )
+            raise RuntimeError(f"more than one pass, or thread, left its terms with {ONE_BLOCK}")
 
     def see(self, ffn: nn.Module, g: Tensor, h: Tensor) -> None:
         """Take g and h [M, N] of a pass, before interventions."""
@@ -287,6 +295,8 @@ class Outbox:
     """
 
     def __init__(self):
+        self.owner: Collector | None = None  # the last that opened it outside of compiled code
+        self.used = False  # whether any pass left something for a collector
         self.l1: Tensor | None = None
         self.activity: Activity | None = None
         self.last: Tensor | None = None
@@ -303,6 +313,11 @@ class Outbox:
         self.l1 = self.activity = self.last = None
         self.grad, self.overwritten = True, False
 
+    def is_taken(self) -> bool:
+        """Return whether a collector of another thread or task waits for this box."""
+        owner = self.owner if self.used else None
+        return owner is not None and owner.is_open and owner not in _OPEN.get()
+
     def leave(self, l1: Tensor | None, activity: Activity | None, grad: bool) -> None:
         """Store the side results of a pass; grad: whether it had gradients on."""
         if self.wants is None:
@@ -310,7 +325,7 @@ class Outbox:
             return
         if self.l1 is not None or self.activity is not None:
             self.overwritten = True
-        self.l1, self.grad = l1, grad
+        self.l1, self.grad, self.used = l1, grad, True
         self.activity = activity if self.wants.activity else None
 
     def show(
