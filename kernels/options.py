@@ -158,13 +158,14 @@ TRACED_TOKENS = 4
 DEPENDENT_TOKENS = 256
 
 
-def block_tokens(*, fp8: bool) -> int:
+def block_tokens(num_tokens: int, *, fp8: bool) -> int:
     """Tokens that share a union in inference.
 
-    131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84
+    131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84. 1,024
+    tokens: 0.100 ms in blocks of 128, which are too few for all multiprocessors; 0.084 of 64
     [Unions].
     """
-    return 64 if fp8 else 128
+    return 64 if fp8 or num_tokens <= 2048 else 128
 
 
 def row_warps(block_k: int) -> int:

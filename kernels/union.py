@@ -415,7 +415,8 @@ def ffn(
     x, x_scale = quantized(x, x_scale, weights)
     y = empty_output(x) if out is None else out
     num_tokens, num_neurons = len(x), len(weights.w_up)
-    most, block_m = chunk_tokens(num_neurons), block_tokens(fp8=weights.w_up.itemsize == 1)
+    most, fp8 = chunk_tokens(num_neurons), weights.w_up.itemsize == 1
+    block_m = block_tokens(num_tokens, fp8=fp8)
     size = round_up(cdiv(num_tokens, cdiv(num_tokens, most)), 256)
     flags = dict(GATED=weights.gated, ACT=weights.act.name)
     for tokens, scale, out in chunks(size, x, x_scale, y):
