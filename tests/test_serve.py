@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
 
 from tests.factories.models import calibration, make, stock
 from tests.factories.sparse import relative, triton_here
@@ -44,7 +47,9 @@ def load(monkeypatch, tmp_path):
             group = {"rank_in_group": rank, "world_size": ranks, "all_reduce": lambda y: y}
             for name, value in group.items():
                 monkeypatch.setattr(distributed.get_tp_group(), name, value)
-            return get_model(vllm_config=options)
+            model = get_model(vllm_config=options)
+        load.ends = options.compilation_config.compile_ranges_endpoints
+        return model
 
     serve.register()
     for module in (serve.llama, serve.qwen3):
@@ -56,7 +61,8 @@ def load(monkeypatch, tmp_path):
 @torch.inference_mode()
 def test_layers_compute_as_in_transformers(name, load, tmp_path, monkeypatch):
     ranks, create = MODELS[name]
-    monkeypatch.setattr("twell.serve.WAITING", 10**12 if name == "waits for Python" else 0)
+    waiting = {"waits for Python": 10**12, "tuned": 800 * 32 * 42}.get(name, 0)
+    monkeypatch.setattr("twell.serve.WAITING", waiting)
     with torch.inference_mode(False):
         expected = create().bfloat16().eval().requires_grad_(False)
         for parameter in expected.parameters():
@@ -70,6 +76,35 @@ def test_layers_compute_as_in_transformers(name, load, tmp_path, monkeypatch):
     sparse = [getattr(mlp, "paths", None) is not None for mlp in mlps]
     assert sparse == [name not in ("dense", "waits for Python", "SiLU")] * ranks
     traced = [torch.compile(mlp, fullgraph=True, dynamic=True, backend="eager") for mlp in mlps]
+    assert load.ends == [800] * (name == "tuned") + [2048]
     for number in (3, 600):
         x = torch.randn(number, 32).bfloat16()
         assert relative(sum(mlp(x) for mlp in traced), expected.model.layers[1].mlp(x)) < 0.01
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@torch.inference_mode()
+def test_for_tokens_that_are_all_dense_plain_code_is_compiled(fp8, load, tmp_path, monkeypatch):
+    with torch.inference_mode(False):
+        saved = make(**FORCED).bfloat16().eval()
+    if fp8:
+        quantize_(saved)
+    saved.save_pretrained(tmp_path)
+    mlp = load(0, 1).model.layers[1].mlp
+    mlp.paths = {"most": [512, 1000, 2000], "paths": ["union", "dense", "rowwise"]}
+    from vllm.compilation.passes.inductor_pass import pass_context
+    from vllm.config.utils import Range
+
+    calls, x = [], torch.randn(600, 32).bfloat16()
+
+    def compiler(graph, _):
+        calls.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph.forward)
+
+    for tokens in (Range(513, 1000), Range(513, 1001), Range(512, 1000)):
+        torch.compiler.reset()
+        backend = aot_autograd(fw_compiler=compiler, decompositions=select_decomp_table())
+        with pass_context(tokens):
+            y = torch.compile(mlp, fullgraph=True, dynamic=True, backend=backend)(x)
+        assert relative(y, saved.model.layers[1].mlp(x)) < 0.01
+    assert ["twell.planned_ffn.default" in call for call in calls] == [False, True, True]

@@ -1,18 +1,24 @@
 """A plugin of vLLM: Llama-like models with sparse feed-forward layers.
 
 All else is vLLM's own. vLLM traces a model once, for all numbers of tokens and without guards, so
-the operator here chooses the path when it runs.
+the operator here chooses the path when it runs. Where all is dense, vLLM compiles plain code.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import compress
+from operator import ne
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._inductor.decomposition import register_decomposition
+from torch._inductor.lowering import make_fallback
+from torch.nn import functional as F
 from vllm import ModelRegistry
+from vllm.compilation.passes.inductor_pass import get_pass_context
 from vllm.config import VllmConfig
 from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.logger import init_logger
@@ -26,7 +32,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from twell.models.convert import ACTIVITY
 from twell.models.loading import CALIBRATION
 from twell.sparse import float8, ops
-from twell.sparse.activations import ACTIVATIONS, get_activation
+from twell.sparse.activations import ACTIVATIONS, Activation, Weights, get_activation
 from twell.sparse.calibration import COMPILED, FLOAT8, GRAPH, Calibration
 from twell.sparse.plan import POWERS, Chooser
 
@@ -34,25 +40,75 @@ from twell.sparse.plan import POWERS, Chooser
 # 6,144 tokens of 2048 x 5632 on an H200. There launching our kernels takes longer than they save.
 WAITING = 6144 * 2048 * 5632
 MODELS = {"Llama": llama, "SparseLlama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
-OPTIONS = "*, str activation, float threshold, int[] most, str[] paths"
+SCHEMA = (
+    "Tensor x, Tensor w_first, Tensor w_down, Tensor? b_first, Tensor? b_down, Tensor? x_scale, "
+    "Tensor? s_first, *, bool gated, str activation, float threshold, int[] most, str[] paths"
+)
 # Not a custom_op of torch, whose checks take 0.05 to 0.15 ms in each call.
-torch.library.define(PLANNED := "twell::planned_ffn", f"({ops.SCHEMA}{OPTIONS}) -> Tensor")
+torch.library.define(PLANNED := "twell::planned_ffn", f"({SCHEMA}) -> Tensor")
 
 
 @torch.library.impl(PLANNED, "default")
-def planned_ffn(x, *tensors, activation, threshold, most, paths):
-    """y as of twell::ffn. paths[i] serves up to most[i] tokens, the last one also more."""
-    weights, x_scale = ops.weights_of(activation, threshold, *tensors)
-    path = paths[min(bisect_left(most, len(x)), len(paths) - 1)]
+def planned_ffn(x, *tensors, most, paths, **layer):
+    """y as of twell::ffn. w_first has the rows of gate and up.
+
+    paths[i] serves up to most[i] tokens, the last one also more.
+    """
+    weights, x_scale = weights_of(*tensors, **layer)
+    path = paths[place(len(x), most)]
     # Not by `ops.sparse_ffn`, whose CUDA graphs would take memory that vLLM does not know of.
     return ops.PATHS[path](ops.prepare(x), ops.aligned(weights), x_scale)
 
 
 @torch.library.register_fake(PLANNED)
-def _(x, *tensors, activation, threshold, most, paths):
-    weights, x_scale = ops.weights_of(activation, threshold, *tensors)
-    ops.check_tensors(x, weights, x_scale)
+def _(x, *tensors, most, paths, **layer):
+    ops.check_tensors(x, *weights_of(*tensors, **layer))
     return ops.empty_output(x)
+
+
+@register_decomposition([PLANNED_FFN := torch.ops.twell.planned_ffn.default])
+def dense_code(x, *tensors, most, paths, gated, activation, threshold):
+    """The code that vLLM compiles for a range of tokens where all is dense: it starts sooner."""
+    w_first, w_down, b_first, b_down, x_scale, s_first = tensors
+    try:
+        tokens = get_pass_context().compile_range
+    except AssertionError:  # not compiled by ranges
+        return NotImplemented
+    if {*paths[place(tokens.start, most) : place(tokens.end, most) + 1]} != {"dense"}:
+        return NotImplemented
+    if x_scale is None:
+        first = F.linear(x, w_first, b_first)
+    else:
+        first = float8.linear(x, x_scale, w_first, s_first, b_first)
+    act = get_activation(activation, threshold, gated=gated)
+    return F.linear(hidden(act, first, gated), w_down, b_down)
+
+
+make_fallback(PLANNED_FFN, override_decomp=True)  # for the other ranges
+
+
+def place(tokens: int, most: list[int]) -> int:
+    return min(bisect_left(most, tokens), len(most) - 1)
+
+
+def halves(tensor: Tensor | None, gated: bool, dim: int = 0) -> tuple[Tensor | None, Tensor | None]:
+    """The parts of gate and up."""
+    return (None, tensor) if tensor is None or not gated else tensor.chunk(2, dim)
+
+
+def hidden(act: Activation, first: Tensor, gated: bool) -> Tensor:
+    g, u = halves(first, gated, -1)
+    return act.hidden(act.gate(u), None) if g is None else act.hidden(act.gate(g), u)
+
+
+def weights_of(
+    w_first, w_down, b_first, b_down, x_scale, s_first, *, gated, activation, threshold
+) -> tuple[Weights, Tensor | None]:
+    """The weights and x_scale of the operator's arguments behind x."""
+    gate, up = zip(*(halves(one, gated) for one in (w_first, b_first, s_first)), strict=True)
+    act = get_activation(activation, threshold, gated=gated)
+    tensors = gate[0], up[0], w_down.t(), gate[1], up[1], b_down, gate[2], up[2]
+    return Weights(*tensors, act=act), x_scale
 
 
 class SparseMLP(nn.Module):
@@ -102,22 +158,15 @@ class SparseMLP(nn.Module):
         first, down, act = self.gate_up_proj, self.down_proj, self.act
         own = linear.MergedColumnParallelLinear, linear.RowParallelLinear  # LoRA has others
         if self.paths is None or (type(first), type(down)) != own:
-            g, u = self._gate_up(first(x)[0], -1)
-            h = act.hidden(act.gate(u), None) if g is None else act.hidden(act.gate(g), u)
-            return down(h)[0]
-        (w_gate, w_up), (b_gate, b_up) = map(self._gate_up, (first.weight, first.bias))
-        x_scale = s_gate = s_up = None
+            return down(hidden(act, first(x)[0], self.gated))[0]
+        x_scale = scale = None
         if self.quantized:  # here, where it is fused with the norm before the layer
-            x, x_scale = float8.quantize(x)
-            s_gate, s_up = self._gate_up(first.weight_scale)
+            (x, x_scale), scale = float8.quantize(x), first.weight_scale
         b_down = down.bias if down.tp_rank == 0 else None
-        tensors = w_gate, w_up, down.weight, b_gate, b_up, b_down, x_scale, s_gate, s_up
-        options = {"activation": act.name, "threshold": act.threshold, **self.paths}
-        y = torch.ops.twell.planned_ffn(x, *tensors, **options)
+        tensors = first.weight, down.weight, first.bias, b_down, x_scale, scale
+        layer = {"gated": self.gated, "activation": act.name, "threshold": act.threshold}
+        y = torch.ops.twell.planned_ffn(x, *tensors, **layer, **self.paths)
         return tensor_model_parallel_all_reduce(y) if down.tp_size > 1 else y
-
-    def _gate_up(self, tensor: Tensor | None, dim: int = 0) -> tuple[Tensor | None, Tensor | None]:
-        return (None, tensor) if tensor is None or not self.gated else tensor.chunk(2, dim)
 
 
 class Sparse:
@@ -136,13 +185,19 @@ class Sparse:
             up = WeightsMapper(orig_to_new_stacked={".up_proj": (".gate_up_proj", 0)})
             self.model.hf_to_vllm_mapper = self.model.hf_to_vllm_mapper | up
         folder = Path(vllm_config.model_config.model)
-        captured = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        compilation, turns = vllm_config.compilation_config, set()
+        captured = compilation.max_cudagraph_capture_size or 0
         config.ffn_paths = []  # vLLM's cache of compiled code goes by the configuration
         for layer, block in enumerate(self.model.layers):
             if hasattr(block, "mlp"):  # the others are of another stage of a pipeline
                 block.mlp = SparseMLP(block.mlp, config)
                 block.mlp.plan(config, layer, folder, captured)
-                config.ffn_paths.append(block.mlp.paths)
+                config.ffn_paths.append(plan := block.mlp.paths)
+                dense = [path == "dense" for path in plan["paths"]] if plan else []
+                turns |= set(compress(plan["most"] if plan else [], map(ne, dense, dense[1:])))
+        if ends := compilation.compile_ranges_endpoints:  # where dense calls begin and end
+            turns = {turn for turn in turns if captured <= turn < ends[-1]}
+            compilation.compile_ranges_endpoints = sorted({*ends, *turns})
         if not any(config.ffn_paths):
             why = "by ffn_backend, by 'auto', or for want of a GPU, bf16 or fp16, or twell.tune"
             init_logger("vllm.twell").warning("the feed-forward layers compute densely: %s", why)
