@@ -161,9 +161,8 @@ DEPENDENT_TOKENS = 256
 def block_tokens(num_tokens: int, *, fp8: bool) -> int:
     """Tokens that share a union in inference.
 
-    131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84. 1,024
-    tokens: 0.100 ms in blocks of 128, which are too few for all multiprocessors; 0.084 of 64
-    [Unions].
+    131,072 tokens, 29 active: 6.88 ms in blocks of 128, 7.05 of 64; in FP8 4.92 and 4.84. 640
+    tokens: 0.078 and 0.071, since blocks of 128 are too few for all multiprocessors [Unions].
     """
     return 64 if fp8 or num_tokens <= 2048 else 128
 

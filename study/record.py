@@ -54,7 +54,7 @@ MEASURED: dict[str, list[str]] = {
     "large-layer": [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"],
     "busy-layer": [f"{FFN} --tokens 131072 --active 100"],
     "tokens": [f"{FFN} --tokens {FEWEST},{FEW},4096,8192,32768,65536"],
-    "auto": [f"{FFN} --auto {GRID} --out {{out}}/bench/auto"],
+    "auto": [f"{FFN} --auto {GRID} --provider study.untuned:layer --out {{out}}/bench/auto"],
     "activity": [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"],
     "backward": [f"{FFN} --backward --tokens 16384 --active 3,10,29,100,200 --pattern skewed,even"],
     "steps": [f"{FFN} --backward --mode eager --tokens 16384,4096 --active 10,29"],

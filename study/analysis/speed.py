@@ -398,8 +398,8 @@ def _like_side(name: str) -> str:
     provider = providers.Provider.parse(name)
     if provider.backend == PAPER or provider.path == "hybrid":
         return PAPERS
+    if provider.backend in ("dense", "study.untuned:layer"):
+        return "dense" if name == BASELINE else ""
     if provider.third_party:
         return provider.backend
-    if provider.backend == "dense":
-        return "dense" if name == BASELINE else ""
     return {None: OURS, providers.FP8: OURS_FP8}.get(provider.precision, "")

@@ -102,7 +102,7 @@ def test_replicas_on_two_gpus_have_the_losses_and_gradients_of_one():
         loss, l1 = (torch.cat([getattr(o, n).reshape(-1) for o in outputs]) for n in ("loss", "l1"))
         loss.sum().backward()
         gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-        counts = torch.stack([ffn.stats.take()[1] for ffn in model.ffns])
+        counts = torch.stack([ffn.stats.take()[1].cpu() for ffn in model.ffns])
         results.append([loss, l1, gradients, counts])
     (*expected, counts), (*replicas, recounts) = results
     for one, other in zip(expected, replicas, strict=True):
