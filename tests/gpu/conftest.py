@@ -1,4 +1,5 @@
 import fcntl
+import os
 import tempfile
 from pathlib import Path
 
@@ -16,8 +17,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def whole_card():
-    """Tests that need most of the card's memory run one at a time, in whichever processes."""
-    with Path(tempfile.gettempdir(), "twell-whole-card.lock").open("w") as lock:
+    """Tests that need most of the card's memory run one at a time on it, in any processes."""
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    with Path(tempfile.gettempdir(), f"twell-whole-card-{card}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
         torch.cuda.empty_cache()
