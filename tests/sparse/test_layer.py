@@ -171,6 +171,7 @@ def test_edited_neurons_add_other_values(backend, gated):
 OPTIONS = [
     ({"activation": "gelu"}, "'gelu'"),
     ({"activation": "drelu", "gated": False}, "'drelu'"),
+    ({"intermediate_size": 0}, "16 and 0"),
     ({"threshold": -0.1}, "-0.1"),
     ({"threshold": float("nan")}, "nan"),
     ({"threshold": 0.1, "activation": "silu"}, "0.1.*'silu'"),

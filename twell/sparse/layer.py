@@ -102,8 +102,8 @@ class SparseFFN(nn.Module):
     of `capacity` active entries per token. A module `h_dropout`, an nn.Dropout with a rate above 0,
     drops entries of h in training mode; the layer then computes densely.
 
-    Raises ValueError for an unknown activation or backend, RuntimeError for one that cannot run
-    here. Paper: the feed-forward block; App. A.1 and B.2.1.
+    Raises ValueError for an unknown activation or backend and sizes below 1, RuntimeError for a
+    backend that cannot run here. Paper: the feed-forward block; App. A.1 and B.2.1.
     """
 
     def __init__(
@@ -120,6 +120,8 @@ class SparseFFN(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
+        if min(hidden_size, intermediate_size) < 1:
+            raise ValueError(f"the sizes are {hidden_size} and {intermediate_size}, expected 1 or more")
         self.act = get_activation(activation, threshold, gated=gated)
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
