@@ -337,8 +337,8 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
 
 PAPER = "twell.sparse.paper:layer"  # the paper's inference, by `measure --provider`
 PAPERS, OURS = "paper's algorithm in our kernels", "our fastest path"
-OURS_FP8, RELEASE = "our fastest path in FP8", "the authors' release"
-SIDES = [PAPERS, OURS, OURS_FP8, RELEASE]
+OURS_FP8, DENSE_FP8 = "our fastest path in FP8", "dense FP8"
+SIDES = [PAPERS, OURS, RELEASE := "the authors' release", OURS_FP8, DENSE_FP8]
 _LIKE = ["what", "model", "tokens", "pattern"]
 _NEAR = 0.05  # activity of one case: the release's rows have round numbers
 
@@ -398,6 +398,9 @@ def _like_side(name: str) -> str:
     provider = providers.Provider.parse(name)
     if provider.backend == PAPER or provider.path == "hybrid":
         return PAPERS
+    dense = "dense" in (provider.backend, provider.path)
+    if dense and provider.precision in (providers.FP8, providers.FP8_TENSOR):
+        return DENSE_FP8
     if provider.backend in ("dense", "study.untuned:layer"):
         return "dense" if name == BASELINE else ""
     if provider.third_party:

@@ -230,8 +230,9 @@ def cards(table: pd.DataFrame) -> Figure:
 _ALGORITHMS = {
     analysis.PAPERS: base.TWELL,
     analysis.OURS: base.SPARSE,
-    analysis.OURS_FP8: base.in_fp8(base.SPARSE),
     analysis.RELEASE: base.PAPER,
+    analysis.OURS_FP8: base.in_fp8(base.SPARSE),
+    analysis.DENSE_FP8: base.in_fp8(base.DENSE),
 }
 _TIMED = {  # what `analysis.like_for_like` names, in words
     "layer": "one layer",
@@ -248,8 +249,8 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
     table: cases of `analysis.like_for_like` of one device, with their index as columns.
     """
     table = table.sort_values(["what", "model"]).reset_index(drop=True)
-    tops = 5.0 * table.index
-    figure, ax = base.panel(base.PAGE, 0.7 + 0.6 * len(table))
+    tops = 6.0 * table.index
+    figure, ax = base.panel(base.PAGE, 0.7 + 0.7 * len(table))
     for number, (side, colour) in enumerate(_ALGORITHMS.items()):
         known = table[side].dropna()
         ax.barh(tops[known.index] + number, known, 0.92, color=colour)
@@ -263,8 +264,8 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
         what = _TIMED[case.what].format(base.model_name(case.model))
         pattern = "" if case.model else f", {case.pattern}"  # that of models is the paper's
         names.append(f"{what}{pattern},\n{case.tokens:,} tokens")
-    base.row_names(ax, tops + 1.5, names)
-    ax.set_ylim(tops[-1] + 4.2, -1.2)
+    base.row_names(ax, tops + 2, names)
+    ax.set_ylim(tops[-1] + 5.2, -1.2)
     ax.set_xlim(0, 1.5 * table[[*_ALGORITHMS]].max(axis=None))  # for the names
     ax.set_xlabel("speed over dense, torch.compile")
     low, high = table["active"].min(), table["active"].max()
