@@ -240,24 +240,12 @@ def test_neurons_of_the_list_are_silenced_together(live, pair):
 # --- two sides
 
 
-@pytest.fixture(scope="module")
-def models(tiny_run):
-    """A model, and the same one trained on (as far as a test goes)."""
-    model, tokenizer = twell.load(tiny_run)
-    later = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(SEED)
-    with torch.no_grad():
-        for weight in later.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=generator)
-    return [(network, tokenizer) for network in (model, later)]
-
-
-def test_what_can_be_compared_is_said(models):
-    model, later = models
-    header, _ = unpack(twell.inspect(model, TEXT, compare=later).data)
+def test_what_can_be_compared_is_said(pair):
+    other = copy.deepcopy(pair[0]), pair[1]
+    header, _ = unpack(twell.inspect(pair, TEXT, compare=other).data)
     assert (header["aligned"], header["same"], header["paired"]) == (True, False, True)
     assert header["reasons"] == []
-    pair_of_texts = unpack(twell.inspect(model, (TEXT, "de")).data)[0]
+    pair_of_texts = unpack(twell.inspect(pair, (TEXT, "de")).data)[0]
     assert pair_of_texts["paired"] and pair_of_texts["same"]
     assert "different tokens" in pair_of_texts["reasons"][0]
     first, second = make_trace(SEED)[0], make_trace(SEED, num_layers=2, intermediate_size=500)[0]

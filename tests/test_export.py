@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import pytest
 import torch
 import yaml
 
@@ -14,30 +13,23 @@ from twell.trace import Aggregate
 from twell.train import evaluate, run_text
 
 
-@pytest.fixture(scope="module")
-def runs(tiny_config, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    train_changed(tiny_config, folder / "sparse", tokens=8 * 512)
-    return folder
-
-
-def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
-    run, out = runs / "sparse", tmp_path / "checkpoint"
+def test_a_run_becomes_a_checkpoint_with_a_card(tiny_run, tmp_path, capsys):
+    out = tmp_path / "checkpoint"
     options = ["--trained-on", "nonsense words", "--out", str(out)]
-    assert main(["export", str(run), *options]) == 0
+    assert main(["export", str(tiny_run), *options]) == 0
     assert str(out) in capsys.readouterr().out
     model, tokenizer = load(out)
     assert model.config.ffn_backend == "auto" and len(model.config.ffn_activity) == 2  # tuned
-    assert model.dtype == torch.bfloat16 and model.config.training_tokens == 8 * 512
+    assert model.dtype == torch.bfloat16 and model.config.training_tokens == 16 * 512
     assert tokenizer.decode(tokenizer("ba de").input_ids) == "ba de"
-    for name, weight in load(run)[0].state_dict().items():
+    for name, weight in load(tiny_run)[0].state_dict().items():
         assert torch.equal(model.state_dict()[name], weight.bfloat16()), name
 
     card = (out / "README.md").read_text()
-    row, log = results.load_run(run)
+    row, log = results.load_run(tiny_run)
     last = series(log, "cross_entropy", "valid").iloc[-1]
-    share = 100 - 100 * series(log, "active_mean", "valid").loc[8].mean() / 96
-    blocks = run_text(run)
+    share = 100 - 100 * series(log, "active_mean", "valid").loc[16].mean() / 96
+    blocks = run_text(tiny_run)
     stored = evaluate(model, blocks)["cross_entropy"]
     for line in (
         "| L1 coefficient | 0.01 |",
@@ -50,9 +42,9 @@ def test_a_run_becomes_a_checkpoint_with_a_card(runs, tmp_path, capsys):
         assert line in card, line
     assert yaml.safe_load(card.split("---")[1])["license"] == "apache-2.0"
     counted = Aggregate.load(out / "aggregate.npz")
-    assert counted.num_tokens == len(blocks) * 32 and counted.meta["run"] == "sparse"
+    assert counted.num_tokens == len(blocks) * 32 and counted.meta["run"] == "tiny"
 
-    assert main(["export", str(run), *options]) == 2
+    assert main(["export", str(tiny_run), *options]) == 2
     assert "already exists" in capsys.readouterr().err
 
 
@@ -74,9 +66,9 @@ def test_a_run_has_its_validation_tokens_or_needs_its_text(
     assert (main(trace), main(export)) == (0, 0)
 
 
-def test_runs_that_cannot_be_exported_leave_nothing(runs, tmp_path, capsys):
+def test_runs_that_cannot_be_exported_leave_nothing(tiny_run, tmp_path, capsys):
     out = tmp_path / "new"
-    unfinished = shutil.copytree(runs / "sparse", tmp_path / "unfinished")
+    unfinished = shutil.copytree(tiny_run, tmp_path / "unfinished")
     origin = json.loads((unfinished / "provenance.json").read_text()) | {"complete": False}
     (unfinished / "provenance.json").write_text(json.dumps(origin))
     assert main(["export", str(unfinished), "--trained-on", "words", "--out", str(out)]) == 2

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
+from tests.factories.sparse import FakeKernels
 from twell.measure import imposed, runner
 from twell.measure.check import hooked
 from twell.measure.imposed import synthetic_layer
@@ -116,19 +117,7 @@ def run(path, x, *tensors, activity=None, act=RELU):
     return reference.ffn(x, *tensors, act=act)
 
 
-def train(path, capacity, x, w_gate, w_up, w_down, *biases, act=RELU, token_mask=None):
-    """Sparse training by dense products; NaN where the capacity does not suffice."""
-    from tests.factories.ops import Trained
-
-    assert act == RELU
-    assert not any(bias is not None for bias in biases)
-    g, h = reference.activations(x, w_gate, w_up)
-    y, l1 = h @ w_down.t(), h.abs().sum(-1, dtype=torch.float32)
-    active = g.detach() != 0
-    counts = active.sum(1)
-    needed = counts.sum().add(len(x) - 1) // len(x)
-    y = y * torch.where(needed > capacity, float("nan"), 1.0).to(x.dtype)
-    return Trained(y, l1, counts.int(), active.sum(0).int(), needed)
+train = FakeKernels(noise=0)  # sparse training, by dense products too
 
 
 # Third parties' layers, as `twell measure --provider tests.factories.measure:NAME` takes them.

@@ -179,14 +179,14 @@ def watched(ffn, x, call=None, **wants):
 
 
 class FakeKernels:
-    """sparse_train by dense products, with random numbers as dropout would draw.
+    """sparse_train by dense products, times random numbers as dropout would draw them.
 
     NaN where the capacity is too small. It counts one in `scale` of a token's active neurons, and
     needs the mean of that, and 60 entries more in the calls whose number is in `heavy`.
     """
 
-    def __init__(self, scale=1):
-        self.scale, self.heavy, self.calls = scale, set(), []
+    def __init__(self, scale=1, noise=0.1):
+        self.scale, self.noise, self.heavy, self.calls = scale, noise, set(), []
 
     def __call__(self, path, capacity, x, *weights, act=RELU, token_mask=None):
         w_gate, w_up, w_down, b_gate, b_up, b_down = (*weights, None, None, None)[:6]
@@ -195,7 +195,7 @@ class FakeKernels:
         counts = active.sum(1).int() // self.scale
         needed = math.ceil(int(counts.sum()) / len(x)) + 60 * (len(self.calls) in self.heavy)
         self.calls.append((path, capacity, needed))
-        y = F.linear(h, w_down, b_down) * (1 + 0.1 * torch.rand(len(x), 1)).to(x.dtype)
+        y = F.linear(h, w_down, b_down) * (1 + self.noise * torch.rand(len(x), 1)).to(x.dtype)
         l1 = h.abs().sum(-1, dtype=torch.float32)
         if needed > capacity:
             y, l1 = y * math.nan, l1 * math.nan

@@ -21,6 +21,7 @@ from twell.sparse.layer import SparseFFN
 
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_nan")
 PATHS = sorted(factories.PATHS)
+NO_BIASES = dict.fromkeys(("b_gate", "b_up", "b_down"))
 
 
 def assert_close(y, tensors):
@@ -33,12 +34,7 @@ def assert_close(y, tensors):
 
 def skewed(num_tokens, hidden_size=2048, intermediate_size=5632, **options):
     parts = synthetic_layer(num_tokens, hidden_size, intermediate_size, **{"seed": SEED, **options})
-    return dict(
-        zip(("x", "w_gate", "w_up", "w_down"), parts, strict=True),
-        b_gate=None,
-        b_up=None,
-        b_down=None,
-    )
+    return dict(zip(("x", "w_gate", "w_up", "w_down"), parts, strict=True)) | NO_BIASES
 
 
 @pytest.mark.parametrize(
@@ -148,9 +144,7 @@ def large_layer(num_tokens, intermediate_size, hidden_size):
     w_gate, w_up = (normal(intermediate_size, hidden_size) / hidden_size**0.5 for _ in range(2))
     x[:, 0], w_gate[:, 0] = 1, -3.1
     x, w_gate, w_up, w_down = (t.bfloat16() for t in (x, w_gate, w_up, w_down))
-    return dict(
-        x=x, w_gate=w_gate, w_up=w_up, w_down=w_down.t(), b_gate=None, b_up=None, b_down=None
-    )
+    return dict(x=x, w_gate=w_gate, w_up=w_up, w_down=w_down.t()) | NO_BIASES
 
 
 def some_rows(num_tokens):

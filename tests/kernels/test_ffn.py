@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
@@ -89,14 +90,10 @@ def test_gradients(gated, activation, threshold, path):
 
 def test_one_compiled_graph_serves_every_number_of_tokens():
     """Across the number at which the path changes."""
-    given, graphs = arguments(num_tokens=513, intermediate_size=20), []
-    rest = list(given.values())[1:]
+    given = arguments(num_tokens=513, intermediate_size=20)
+    rest, counter = list(given.values())[1:], CompileCounterWithBackend("aot_eager")
 
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    @torch.compile(fullgraph=True, backend=backend)
+    @torch.compile(fullgraph=True, backend=counter)
     def compiled(x):
         return twell.ffn(x, *rest) + 1
 
@@ -104,7 +101,7 @@ def test_one_compiled_graph_serves_every_number_of_tokens():
         x = given["x"][:size].clone()
         torch._dynamo.decorators.mark_unbacked(x, 0)  # else PyTorch makes one more for one token
         assert torch.equal(compiled(x), twell.ffn(x, *rest) + 1)
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
 
 
 def test_tensors_that_the_kernels_do_not_take_are_computed_densely():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import HashStore, destroy_process_group, init_process_group
 from torch.distributed.tensor import DeviceMesh, Replicate, distribute_tensor
 
@@ -148,20 +149,17 @@ def test_operators_obey_the_rules_of_operators(path):
 def test_run_under_compilation_is_the_operator(path):
     """In one graph for any number of tokens. A dense layer is torch's own operators, which fuse."""
     x, *rest = small_layer(biases=True).values()
-    called: list[str] = []
+    counter = CompileCounterWithBackend("aot_eager")
 
-    def backend(graph, inputs):
-        called.extend(str(node.target) for node in graph.graph.nodes)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    @torch.compile(fullgraph=True, backend=backend, dynamic=True)
+    @torch.compile(fullgraph=True, backend=counter, dynamic=True)
     def compiled(x, **options):
         return run(path, x, *rest, **options) + 1
 
     for some in (x, x[:2]):
         assert torch.equal(compiled(some), run(path, some, *rest) + 1)
-    ours = [name for name in called if "twell" in name]
-    assert ours == ([] if path == "dense" else ["twell.ffn.default"])
+    (graph,) = counter.graphs
+    names = [str(node.target) for node in graph.graph.nodes]
+    assert [name for name in names if "twell" in name] == ([] if path == "dense" else ["twell.ffn.default"])
     with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="torch.bfloat16"):
         compiled(x.float())
     activity = torch.zeros(4, dtype=torch.int64, device=DEVICE)

@@ -7,7 +7,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from tests.factories import SEED
 from tests.factories.kernels import DEVICE
 from tests.factories.sparse import watched
 from twell.sparse import training_ops
@@ -20,7 +19,6 @@ TOKENS = 8
 
 def layers(gated=True, bias=False, dtype=torch.float32):
     """A dense layer, one of the same weights that trains sparsely, and x."""
-    torch.manual_seed(SEED)
     pair = []
     for name in ("dense", "triton"):
         ffn = SparseFFN(48, 40, gated=gated, bias=bias, backend=name, device=DEVICE, dtype=dtype)

@@ -12,7 +12,7 @@ from tests.factories import models as factory
 from tests.factories.models import assert_same, change_config, change_tensors, published, write
 from twell.models import load
 
-BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -1,17 +1,14 @@
 import random
 
 import pytest
-import torch
 
 from tests.factories import SEED
 from tests.factories.ops import as_sparse_train
 from tests.factories.sparse import FakeKernels
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def rng():
-    """Every random number of a test follows from SEED."""
-    torch.manual_seed(SEED)
     return random.Random(SEED)
 
 

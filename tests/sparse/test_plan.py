@@ -37,8 +37,7 @@ def call(chooser, num_tokens, active, union, times=1):
 
 
 def test_a_fresh_layer_is_dense_until_it_observes():
-    chooser = Chooser(32, 1000, True)
-    chooser.calibration = threshold()
+    chooser = make()
     assert chooser.plans["eager"] == DENSE and chooser.observed is None
     chooser.observe(2, 50)
     assert chooser.plans["eager"] == ((32, "decode"), (POWERS[-1], "union"))

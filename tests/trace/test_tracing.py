@@ -80,7 +80,6 @@ def test_a_trace_is_what_the_layers_compute(loaded, backend):
 def test_neurons_beyond_16_bits_keep_their_numbers(loaded):
     sizes = {"intermediate_size": 66_000, "hidden_size": 8, "num_hidden_layers": 1}
     config = models.SparseLlamaConfig(vocab_size=320, num_attention_heads=2, **sizes)
-    torch.manual_seed(SEED)
     model = models.SparseLlamaForCausalLM(config).eval()
     traced = trace.trace_tokens(model, loaded[1], [[1, 2, 3]])
     ((_, h),), _ = layers_of(model, [1, 2, 3])

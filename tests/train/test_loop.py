@@ -9,7 +9,6 @@ import yaml
 from accelerate.utils import set_seed
 from transformers import Trainer, TrainingArguments
 
-from tests.factories import SEED
 from tests.factories import train as factory
 from tests.factories.train import assert_same_numbers, log_of, series, train_changed, write_config
 from tests.kills import differences
@@ -140,7 +139,6 @@ def test_transformers_trainer_has_the_same_loss_curve(tiny_config, tmp_path):
 
 @pytest.fixture
 def model(request, tiny_config):
-    torch.manual_seed(SEED)
     config = dataclasses.replace(tiny_config, **request.param)
     return SparseLlamaForCausalLM(config.model_config())
 
