@@ -10,8 +10,9 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*: few "
-    "neurons fire often, as in trained models, but up to 20% more so; *even*: all equally often.\nThe authors' "
+    "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*, as in "
+    "models: tokens of a block share neurons, up to 20% more than in trained ones; *even*: all alike."
+    "\nThe authors' "
     "release was [measured outside this repository](data/README.md#releasecsv) on two days; the "
     "first day's value is in brackets."
     "\n[More cases, and an H100]"
