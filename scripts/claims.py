@@ -10,8 +10,8 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*, as in "
-    "models: tokens of a block share neurons, up to 20% more than in trained ones; *even*: all alike."
+    "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*: tokens "
+    "of a block share neurons, up to 20% more than in trained models; *even*: all equally likely."
     "\nThe authors' "
     "release was [measured outside this repository](data/README.md#releasecsv) on two days; the "
     "first day's value is in brackets."

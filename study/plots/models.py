@@ -152,11 +152,11 @@ def paired_tasks(pairs: pd.DataFrame, about: str = "") -> Figure:
     ax.set_yticks(places, names)
     ax.set_ylim(-0.6, len(pairs) - 0.4)
     ax.set_xlabel("accuracy, sparse − dense (points)")
+    figure.conditions = "95% intervals, thick: over items, thin: over items and seeds"
     base.caption(
         figure,
         base.sentence(about),
         "{} dense and {} sparse models a task, by seed.".format(*counts),
-        "Thick bars are 95% intervals over the items, thin ones over items and seeds.",
         "Below the names: mean accuracies, dense → sparse.",
     )
     return figure
