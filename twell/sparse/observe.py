@@ -111,13 +111,9 @@ class ActivityStats:
         # Replaced and never written, so whoever holds an earlier one can put it back.
         self.counters: tuple[Tensor, Tensor] | None = None
 
-    def record(self, active: Tensor, token_mask: Tensor | None = None) -> None:
-        """Count `active` [M, N] bool; `token_mask` [M] is zero for padding, which is left out."""
-        self.add(Activity.of(active, token_mask), token_mask)
-
     @torch.no_grad()
     def add(self, activity: Activity, token_mask: Tensor | None = None) -> None:
-        """Add the counts of a pass; `token_mask` as in `record`."""
+        """Add the counts of a pass; `token_mask` [M] is zero for padding, which is left out."""
         token_counts, neuron_counts, _ = activity
         if not _has_values(neuron_counts):
             return
