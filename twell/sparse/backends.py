@@ -154,7 +154,7 @@ def _reference(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
         if ffn.quantized:
             return Result(float8.ffn(x, weights, x_scale))
         if wants.l1 or torch.is_grad_enabled():
-            y, l1, active = reference.UnionTraining.apply(act, *tensors)
+            y, l1, active = reference.union_train(*tensors, act=act)
         else:
             g = reference.gate_pack(x, *weights.first, act=act)
             y, l1 = reference.rowwise_ffn(g, *tensors, act=act), None

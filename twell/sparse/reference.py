@@ -340,9 +340,7 @@ def _weight_gradient(values: Tensor, rows: Tensor, active: Tensor) -> Tensor:
     return gradient
 
 
-class UnionTraining(torch.autograd.Function):
-    """y, l1 and the active entries [M, N] bool of `union_train_forward`, differentiable."""
-
+class _UnionTraining(torch.autograd.Function):
     @staticmethod
     def forward(ctx, act, *tensors):
         y, l1, _, _, saved = union_train_forward(*tensors, act=act)
@@ -361,3 +359,8 @@ class UnionTraining(torch.autograd.Function):
         gradients = union_train_backward(saved, dy, dl1)
         needs = ctx.needs_input_grad[1:]
         return None, *(g if need else None for g, need in zip(gradients, needs, strict=True))
+
+
+def union_train(*tensors: Tensor | None, act: Activation = RELU) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, l1 and the active entries [M, N] bool of `union_train_forward`, differentiable."""
+    return _UnionTraining.apply(act, *tensors)
