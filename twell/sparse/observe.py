@@ -285,9 +285,9 @@ class Outbox:
 
     Compiled code reads here what an open collector wants, and stores the L1 term and the activity
     of one pass. Without a collector, `last` is the L1 term of the last pass in training mode, for
-    `l1_by_layer`. While `watch_capacity` is set, `needed` (0-d int64, on the device) is the largest
-    capacity that a pass in training mode needed since `needed` was reset, for
-    `twell.SparseTraining`. A copy is empty.
+    a check of SparseLlamaForCausalLM. While `watch_capacity` is set, `needed` (0-d int64, on the
+    device) is the largest capacity that a pass in training mode needed since `needed` was reset,
+    for `twell.SparseTraining`. A copy is empty.
     """
 
     def __init__(self):
