@@ -13,12 +13,6 @@ from twell.models.convert import sparse_ffns
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
 
-NO_GRADIENT = (
-    "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; use "
-    "model.gradient_checkpointing_enable({'use_reentrant': False}). Where torch.no_grad() is "
-    "intended in training mode, read the term inside of it"
-)
-
 
 class L1Terms(Collector):
     """The L1 terms of the passes inside a `with` block; `collect_l1` explains them."""
@@ -38,7 +32,11 @@ class L1Terms(Collector):
     def check_gradient(self) -> None:
         """Raise RuntimeError where the term has lost its gradient."""
         if self.no_grad and torch.is_grad_enabled():
-            raise RuntimeError(NO_GRADIENT)
+            raise RuntimeError(
+                "the L1 term has no gradient: activation checkpointing with use_reentrant=True "
+                "drops it; use model.gradient_checkpointing_enable({'use_reentrant': False}). "
+                "Where torch.no_grad() is intended in training mode, read the term inside of it"
+            )
 
     def mean(
         self, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
