@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = hand_on(
         ".inspector.widget": "inspect",
         ".measure.calibration": "tune",
         ".models": "SparseLlamaConfig SparseLlamaForCausalLM sparsify densify register_adapter "
-        "load collect_l1 l1_by_layer with_l1 intervene silence order_tokens quantize_ dequantize_",
+        "load collect_l1 with_l1 intervene silence order_tokens quantize_ dequantize_",
         ".sparse.float8": "Float8DynamicActivationFloat8WeightConfig PerRow",
         ".sparse.formats": "TwELL PackedTwELL ELL Hybrid TileUnion BufferOverflow",
         ".sparse.layer": "SparseFFN backend_status",

@@ -160,11 +160,6 @@ class TrainConfig:
                 f"to false, or backend to 'dense', not {self.backend!r}"
             )
 
-    @property
-    def steering_steps(self) -> int:
-        """Steps between changes of the coefficient or threshold that steers activity."""
-        return self.l1_stage_steps if self.l1_coefficient else self.log_every
-
     @classmethod
     def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
         """Read a YAML file, or one of the package's own by name, and apply key=value overrides.

@@ -148,21 +148,6 @@ def test_what_a_block_holds():
         terms.mean()
 
 
-def test_the_last_pass_has_an_l1_term_by_layer():
-    model, x = sparsify(stock("llama")).train(), tokens(2, 12)
-    with collect_l1(model) as terms:
-        model(input_ids=x)
-    model(input_ids=x)
-    with pytest.warns(FutureWarning, match="l1_by_layer is deprecated"):
-        l1 = twell.l1_by_layer(model)
-    assert l1.requires_grad
-    assert_close(l1, terms.by_layer())
-    with torch.no_grad():
-        model(input_ids=x)
-    with pytest.warns(FutureWarning), pytest.raises(RuntimeError, match="gradient"):
-        twell.l1_by_layer(model)
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_compiled_layers_hand_on_the_same(whole):
     model, x = make(num_hidden_layers=2).double(), tokens(2, 9)

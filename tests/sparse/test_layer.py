@@ -18,7 +18,7 @@ from tests.factories.sparse import (
 from twell.sparse.activations import get_activation
 from twell.sparse.edit import Edit
 from twell.sparse.layer import SparseFFN, backend_status
-from twell.sparse.observe import ActivityStats, Collector, summarize_activity
+from twell.sparse.observe import Activity, ActivityStats, Collector, summarize_activity
 
 GATED = pytest.mark.parametrize("gated", [True, False])
 BACKENDS = pytest.mark.parametrize("backend", ["dense", "reference"])
@@ -77,7 +77,7 @@ def test_summary_against_sorting():
     active = torch.stack([torch.randperm(64) < count for count in counts])
     active[:, 7] = False
     stats = ActivityStats(64)
-    stats.record(active)
+    stats.add(Activity.of(active))
     result, per_token = summarize_activity(*stats.take()), active.sum(1).sort().values
     assert result["tokens"] == 1000 and result["max"] == int(per_token[-1])
     assert result["mean"] == pytest.approx(float(per_token.double().mean()))

@@ -33,7 +33,7 @@ from twell.measure.check import BLOCK, Weights, hooked
 from twell.measure.rows import require
 from twell.models.llama import SparseLlamaForCausalLM
 from twell.sparse.layer import SparseFFN
-from twell.sparse.observe import ActivityStats, summarize_activity
+from twell.sparse.observe import summarize_activity
 
 DOCUMENT = 2048  # consecutive tokens of a layer's input that share a part of their variance
 # The paper's Fig. 6 in words: a hump around layer 6 of 28, the first two layers least active.
@@ -285,10 +285,9 @@ def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor, behind: int = 0) 
         if behind:
             x, block = x[:, behind:].transpose(0, 1), min(len(x), BLOCK)
         active = torch.relu(ffn.first(x.flatten(0, -2))) != 0
-        stats = ActivityStats(ffn.intermediate_size)
-        stats.record(active)
+        histogram = torch.bincount(active.sum(1), minlength=ffn.intermediate_size + 1)
         union = torch.stack([rows.any(0).sum() for rows in active.split(block)]).double().mean()
-        activity.append(summarize_activity(*stats.take()) | {"union": float(union)})
+        activity.append(summarize_activity(active.sum(0), histogram) | {"union": float(union)})
 
     with hooked(model.ffns, visit, before=True):
         model.model(input_ids=tokens, use_cache=False)

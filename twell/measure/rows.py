@@ -44,8 +44,7 @@ COLUMNS = {
     }.items()
 }
 # Columns that only some rows have, or only recorded ones: None in the others.
-OPTIONAL = {*f"{ENERGY} {WORK} idle forward wanted largest".split()}
-OPTIONAL.add("largest_tokens_per_second")
+OPTIONAL = f"{ENERGY} {WORK} idle forward wanted largest largest_tokens_per_second".split()
 # The printed columns of a row, where they have values.
 SHOWN = (
     "model batch context pattern tokens active layer kernel at_once round provider path "

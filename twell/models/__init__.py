@@ -7,7 +7,7 @@ Importing this package registers SparseLlamaForCausalLM with transformers' `Auto
 from twell.models.adapters import Adapter, register_adapter
 from twell.models.convert import densify, last_norm, sparse_ffns, sparsify
 from twell.models.intervene import intervene, silence
-from twell.models.l1 import collect_l1, l1_by_layer, with_l1
+from twell.models.l1 import collect_l1, with_l1
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM, check_llama
 from twell.models.loading import CALIBRATION, load, load_empty, load_stock, read_json, resolve, save
 from twell.models.order import order_tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,6 @@ from torch.nn import functional as F
 from twell.models.convert import sparse_ffns
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
-
-NO_GRADIENT = (
-    "the L1 term has no gradient: activation checkpointing with use_reentrant=True drops it; use "
-    "model.gradient_checkpointing_enable({'use_reentrant': False}). Where torch.no_grad() is "
-    "intended in training mode, read the term inside of it"
-)
 
 
 class L1Terms(Collector):
@@ -39,7 +32,11 @@ class L1Terms(Collector):
     def check_gradient(self) -> None:
         """Raise RuntimeError where the term has lost its gradient."""
         if self.no_grad and torch.is_grad_enabled():
-            raise RuntimeError(NO_GRADIENT)
+            raise RuntimeError(
+                "the L1 term has no gradient: activation checkpointing with use_reentrant=True "
+                "drops it; use model.gradient_checkpointing_enable({'use_reentrant': False}). "
+                "Where torch.no_grad() is intended in training mode, read the term inside of it"
+            )
 
     def mean(
         self, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
@@ -106,31 +103,6 @@ def with_l1(
         return value + model.config.l1_coefficient * outputs.l1 * predicted / total
 
     return compute
-
-
-def l1_by_layer(
-    model: nn.Module, token_mask: Tensor | None = None, num_tokens: Tensor | int | None = None
-) -> Tensor:
-    """Return each layer's L1 term of the last forward pass, [L]; deprecated, use `collect_l1`.
-
-    Arguments and errors as of `L1Terms.mean`. It reads what the last pass in training mode left on
-    each layer, of whichever thread. A pass that handed its terms to a collector leaves none, and so
-    does SparseLlamaForCausalLM with labels: its output has the term.
-    """
-    warnings.warn(
-        "twell.l1_by_layer is deprecated: use `with twell.collect_l1(model) as terms:` around the "
-        "pass, then terms.by_layer() or terms.mean()",
-        FutureWarning,
-        stacklevel=2,
-    )
-    ffns = sparse_ffns(model)
-    terms = [l1 for ffn in ffns if (l1 := ffn.outbox.last) is not None]
-    if not terms:
-        raise RuntimeError("the layers kept no L1 term: run the model in training mode first")
-    learns = any(p.requires_grad for ffn in ffns if ffn.training for p in ffn.parameters())
-    if learns and torch.is_grad_enabled() and not any(term.requires_grad for term in terms):
-        raise RuntimeError(NO_GRADIENT)
-    return means(terms, token_mask, num_tokens)
 
 
 def means(

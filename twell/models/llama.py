@@ -241,8 +241,6 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
             l1 = layers.mean()
             if _checks_l1(self):
                 _require_l1([output.logits, l1, *(term for _, term in terms.terms)])
-            for ffn, term in terms.terms:
-                ffn.outbox.last = term  # for l1_by_layer
             return SparseCausalLMOutput(**output, l1=l1)
         # The mean over no label is NaN.
         cross_entropy = torch.where(predicted.to(output.loss.device) > 0, output.loss, 0.0)

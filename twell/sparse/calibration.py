@@ -19,7 +19,6 @@ from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 # The time of each path depends on the number of tokens and on this; see `Calibration._work`.
 DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "union"}
@@ -126,14 +125,11 @@ class Calibration:
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no calibration: {error}") from None
 
-    def check_shape(self, *shape: int) -> None:
-        """Raise ValueError unless the times are of layers of this `shape`: K, N and gated."""
+    def check(self, *shape: int, quantized: bool) -> None:
+        """Raise ValueError unless the times are of such layers: K, N, gated, and weights in FP8."""
         own, other = _kind(*self._shape), _kind(*shape)
         if own != other:
             raise ValueError(f"the calibration is for {own}; this layer has {other}")
-
-    def check_precision(self, quantized: bool) -> None:
-        """Raise ValueError unless the times are of layers with such weights: in FP8, or not."""
         if (self.dtype == FLOAT8) != quantized:
             own = "FP8" if quantized else "bf16 or fp16"
             raise ValueError(f"the calibration is for {self.dtype}; this layer has {own} weights")
@@ -163,7 +159,8 @@ class Calibration:
                 times[path][point.tokens][self._work(path, point.active, point.union)].append(ms)
         return {
             path: sorted(
-                (tokens, sorted(_medians(by_x).items())) for tokens, by_x in curves.items()
+                (tokens, sorted((x, median(several)) for x, several in by_x.items()))
+                for tokens, by_x in curves.items()
             )
             for path, curves in times.items()
         }
@@ -275,10 +272,6 @@ class Calibration:
 
 
 _LISTS = {"times": Point, "floors": Floor}  # fields that are lists in files
-
-
-def _medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
-    return {key: median(values) for key, values in times.items()}
 
 
 def _interpolate(curves: Curves, tokens: float, x: float) -> float | None:

@@ -95,12 +95,6 @@ def wide(values: Tensor, scale: Tensor) -> Tensor:
     return values.double() * scale.double()[..., None]
 
 
-def _padded(w: Tensor) -> Tensor:
-    """The rows of w and rows of zeros, up to a multiple of MULTIPLE."""
-    rows = w.new_zeros(-len(w) % MULTIPLE, w.shape[1], dtype=torch.uint8)
-    return torch.cat([w.view(torch.uint8), rows]).view(FLOAT8)
-
-
 def _product(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor) -> Tensor:
     """x w^T [M, N] in bf16, scaled; N a multiple of MULTIPLE."""
     if not x.is_cuda:
@@ -118,8 +112,9 @@ def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | N
     size = w.shape[0]
     if x.shape[0] == 0:
         return x.new_empty(0, size, dtype=torch.bfloat16)
-    if size % MULTIPLE:
-        w, w_scale = _padded(w), nn.functional.pad(w_scale, (0, -size % MULTIPLE))
+    if more := -size % MULTIPLE:  # rows of zeros
+        w = nn.functional.pad(w.view(torch.uint8), (0, 0, 0, more)).view(FLOAT8)
+        w_scale = nn.functional.pad(w_scale, (0, more))
         y = _product(x, x_scale, w, w_scale)[:, :size].contiguous()
     else:
         y = _product(x, x_scale, w, w_scale)

@@ -111,13 +111,9 @@ class ActivityStats:
         # Replaced and never written, so whoever holds an earlier one can put it back.
         self.counters: tuple[Tensor, Tensor] | None = None
 
-    def record(self, active: Tensor, token_mask: Tensor | None = None) -> None:
-        """Count `active` [M, N] bool; `token_mask` [M] is zero for padding, which is left out."""
-        self.add(Activity.of(active, token_mask), token_mask)
-
     @torch.no_grad()
     def add(self, activity: Activity, token_mask: Tensor | None = None) -> None:
-        """Add the counts of a pass; `token_mask` as in `record`."""
+        """Add the counts of a pass; `token_mask` [M] is zero for padding, which is left out."""
         token_counts, neuron_counts, _ = activity
         if not _has_values(neuron_counts):
             return
@@ -289,9 +285,9 @@ class Outbox:
 
     Compiled code reads here what an open collector wants, and stores the L1 term and the activity
     of one pass. Without a collector, `last` is the L1 term of the last pass in training mode, for
-    `l1_by_layer`. While `watch_capacity` is set, `needed` (0-d int64, on the device) is the largest
-    capacity that a pass in training mode needed since `needed` was reset, for
-    `twell.SparseTraining`. A copy is empty.
+    a check of SparseLlamaForCausalLM. While `watch_capacity` is set, `needed` (0-d int64, on the
+    device) is the largest capacity that a pass in training mode needed since `needed` was reset,
+    for `twell.SparseTraining`. A copy is empty.
     """
 
     def __init__(self):

@@ -134,8 +134,7 @@ class Chooser:
     @calibration.setter
     def calibration(self, calibration: Calibration | None) -> None:
         if calibration is not None:
-            calibration.check_shape(*self.shape)
-            calibration.check_precision(self._quantized)
+            calibration.check(*self.shape, quantized=self._quantized)
         self._calibration = calibration
         self._make_plan()
 

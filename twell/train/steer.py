@@ -28,7 +28,9 @@ class Steering:
 
     def __init__(self, config: TrainConfig, model: nn.Module):
         self.config, self.model = config, model
-        self.name = "l1_coefficient" if config.l1_coefficient else "threshold"
+        self.name, self.stage_steps = "threshold", config.log_every
+        if config.l1_coefficient:
+            self.name, self.stage_steps = "l1_coefficient", config.l1_stage_steps
         self.factor = 1.0
         self.share: float | None = None  # of active neurons, at the end of the last stage
 
@@ -43,7 +45,7 @@ class Steering:
         """
         config = self.config
         begun = step > config.l1_zero_steps + config.l1_warmup_steps
-        if not (config.active_share and begun) or step % config.steering_steps:
+        if not (config.active_share and begun) or step % self.stage_steps:
             return
         share = active / config.intermediate_size
         if step < config.steps:
