@@ -6,7 +6,6 @@ from twell.sparse.layer import SparseFFN
 
 def layer(w_gate, w_up, w_down):
     """Return the layer as a user has it without `twell.tune`."""
-    sizes, options = w_up.shape[::-1], {"gated": w_gate is not None, "backend": "auto"}
-    ffn = SparseFFN(*sizes, device="meta", **options)
+    ffn = SparseFFN(*w_up.shape[::-1], gated=w_gate is not None, backend="auto", device="meta")
     set_projections(ffn, (w_gate, w_up, w_down), bias=False)
     return ffn.eval()

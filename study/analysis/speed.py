@@ -339,7 +339,7 @@ PAPER = "twell.sparse.paper:layer"  # the paper's inference, by `measure --provi
 PAPERS, OURS = "paper's algorithm in our kernels", "our fastest path"
 OURS_FP8, DENSE_FP8 = "our fastest path in FP8", "dense FP8"
 SIDES = [PAPERS, OURS, RELEASE := "the authors' release", OURS_FP8, DENSE_FP8]
-_LIKE = ["what", "model", "tokens", "pattern"]
+_LIKE, _IN_FP8 = ["what", "model", "tokens", "pattern"], (providers.FP8, providers.FP8_TENSOR)
 _NEAR = 0.05  # activity of one case: the release's rows have round numbers
 
 
@@ -396,13 +396,12 @@ def _like_side(name: str) -> str:
     if name == "release":
         return RELEASE
     provider = providers.Provider.parse(name)
-    if provider.backend == PAPER or provider.path == "hybrid":
-        return PAPERS
-    dense = "dense" in (provider.backend, provider.path)
-    if dense and provider.precision in (providers.FP8, providers.FP8_TENSOR):
-        return DENSE_FP8
-    if provider.backend in ("dense", "study.untuned:layer"):
-        return "dense" if name == BASELINE else ""
     if provider.third_party:
-        return provider.backend
+        return {PAPER: PAPERS, "study.untuned:layer": ""}.get(provider.backend, provider.backend)
+    if "dense" in (provider.backend, provider.path) and provider.precision in _IN_FP8:
+        return DENSE_FP8
+    if provider.backend == "dense":
+        return "dense" if name == BASELINE else ""
+    if provider.path == "hybrid":
+        return PAPERS
     return {None: OURS, providers.FP8: OURS_FP8}.get(provider.precision, "")

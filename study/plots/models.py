@@ -156,8 +156,7 @@ def paired_tasks(pairs: pd.DataFrame, about: str = "") -> Figure:
     base.caption(
         figure,
         base.sentence(about),
-        "{} dense and {} sparse models a task, by seed.".format(*counts),
-        "Below the names: mean accuracies, dense → sparse.",
+        "{} dense and {} sparse models a task, by seed. Below the names: means.".format(*counts),
     )
     return figure
 
