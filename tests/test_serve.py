@@ -40,6 +40,7 @@ def load(monkeypatch, tmp_path):
         model = config.ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
         options = {"device_config": config.DeviceConfig("cpu"), "compilation_config": PLAIN}
         options = config.VllmConfig(model_config=model, **options)
+        options.compilation_config.max_cudagraph_capture_size = 256
         with config.set_current_vllm_config(options):
             if not distributed.model_parallel_is_initialized():
                 distributed.init_distributed_environment(1, 0, f"file://{tmp_path}/init", 0, "gloo")
@@ -74,9 +75,9 @@ def test_layers_compute_as_in_transformers(name, load, tmp_path, monkeypatch):
     torch.compiler.reset()
     mlps = [load(rank, ranks).model.layers[1].mlp for rank in range(ranks)]
     sparse = [getattr(mlp, "paths", None) is not None for mlp in mlps]
-    assert sparse == [name not in ("dense", "waits for Python", "SiLU")] * ranks
+    assert sparse == [name not in ("dense", "SiLU")] * ranks
     traced = [torch.compile(mlp, fullgraph=True, dynamic=True, backend="eager") for mlp in mlps]
-    assert load.ends == [800] * (name == "tuned") + [2048]
+    assert load.ends == {"tuned": [256, 800], "waits for Python": [256]}.get(name, []) + [2048]
     for number in (3, 600):
         x = torch.randn(number, 32).bfloat16()
         assert relative(sum(mlp(x) for mlp in traced), expected.model.layers[1].mlp(x)) < 0.01
@@ -91,7 +92,7 @@ def test_for_tokens_that_are_all_dense_plain_code_is_compiled(fp8, load, tmp_pat
         quantize_(saved)
     saved.save_pretrained(tmp_path)
     mlp = load(0, 1).model.layers[1].mlp
-    mlp.paths = {"most": [512, 1000, 2000], "paths": ["union", "dense", "rowwise"]}
+    mlp.paths |= {"most": [512, 1000, 2000], "paths": ["union", "dense", "rowwise"]}
     from vllm.compilation.passes.inductor_pass import pass_context
     from vllm.config.utils import Range
 

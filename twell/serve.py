@@ -6,9 +6,8 @@ the operator here chooses the path when it runs. Where all is dense, vLLM compil
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_left
-from itertools import compress
-from operator import ne
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from twell.models.convert import ACTIVITY
 from twell.models.loading import CALIBRATION
-from twell.sparse import float8, ops
+from twell.sparse import activations, float8, ops
 from twell.sparse.activations import ACTIVATIONS, Activation, Weights, get_activation
 from twell.sparse.calibration import COMPILED, FLOAT8, GRAPH, Calibration
 from twell.sparse.plan import POWERS, Chooser
@@ -42,14 +41,18 @@ WAITING = 6144 * 2048 * 5632
 MODELS = {"Llama": llama, "SparseLlama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
 SCHEMA = (
     "Tensor x, Tensor w_first, Tensor w_down, Tensor? b_first, Tensor? b_down, Tensor? x_scale, "
-    "Tensor? s_first, *, bool gated, str activation, float threshold, int[] most, str[] paths"
+    "Tensor? s_first, *, bool gated, str activation, float threshold, int[] most, str[] paths, "
+    "str code"
 )
+# An argument of the operator, since the caches of vLLM and torch know no code of decompositions.
+FILES = __file__, activations.__file__, float8.__file__
+CODE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in FILES)).hexdigest()
 # Not a custom_op of torch, whose checks take 0.05 to 0.15 ms in each call.
 torch.library.define(PLANNED := "twell::planned_ffn", f"({SCHEMA}) -> Tensor")
 
 
 @torch.library.impl(PLANNED, "default")
-def planned_ffn(x, *tensors, most, paths, **layer):
+def planned_ffn(x, *tensors, most, paths, code, **layer):
     """y as of twell::ffn. w_first has the rows of gate and up.
 
     paths[i] serves up to most[i] tokens, the last one also more.
@@ -61,18 +64,18 @@ def planned_ffn(x, *tensors, most, paths, **layer):
 
 
 @torch.library.register_fake(PLANNED)
-def _(x, *tensors, most, paths, **layer):
+def _(x, *tensors, most, paths, code, **layer):
     ops.check_tensors(x, *weights_of(*tensors, **layer))
     return ops.empty_output(x)
 
 
 @register_decomposition([PLANNED_FFN := torch.ops.twell.planned_ffn.default])
-def dense_code(x, *tensors, most, paths, gated, activation, threshold):
+def dense_code(x, *tensors, most, paths, code, gated, activation, threshold):
     """The code that vLLM compiles for a range of tokens where all is dense: it starts sooner."""
     w_first, w_down, b_first, b_down, x_scale, s_first = tensors
     try:
         tokens = get_pass_context().compile_range
-    except AssertionError:  # not compiled by ranges
+    except (AssertionError, AttributeError):  # not compiled by ranges
         return NotImplemented
     if {*paths[place(tokens.start, most) : place(tokens.end, most) + 1]} != {"dense"}:
         return NotImplemented
@@ -125,7 +128,8 @@ class SparseMLP(nn.Module):
             first = linear.MergedColumnParallelLinear(*given, **options)
         self.gate_up_proj, self.down_proj = first, stock.down_proj
         self.quantized = isinstance(first.quant_method, Float8Method)
-        self.paths: dict[str, list] | None = None  # options of planned_ffn
+        self.paths: dict[str, Any] | None = None  # options of planned_ffn
+        self.turns: set[int] = set()  # numbers of tokens above which plain code begins or ends
 
     def plan(self, config: Any, layer: int, folder: Path, captured: int) -> None:
         """Choose the paths by number of tokens, with CUDA graphs of up to `captured` tokens."""
@@ -152,12 +156,15 @@ class SparseMLP(nn.Module):
                 chooser.freeze({int(tokens): (active / shards, union / shards)})
             ours = {n: chooser.path(n, GRAPH if n <= captured else COMPILED) for n in most}
             paths = ["dense" if captured < n <= waiting else ours[n] for n in most]
-        self.paths = None if set(paths) == {"dense"} else {"most": most, "paths": paths}
+        if set(paths) != {"dense"}:
+            self.paths = {"most": most, "paths": paths, "code": CODE}
+            plain = [path == "dense" and n > captured for n, path in zip(most, paths, strict=True)]
+            changes = zip(most, plain, plain[1:], strict=False)
+            self.turns = {n for n, one, other in changes if one != other}
 
     def forward(self, x: Tensor) -> Tensor:
         first, down, act = self.gate_up_proj, self.down_proj, self.act
-        own = linear.MergedColumnParallelLinear, linear.RowParallelLinear  # LoRA has others
-        if self.paths is None or (type(first), type(down)) != own:
+        if self.paths is None:
             return down(hidden(act, first(x)[0], self.gated))[0]
         x_scale = scale = None
         if self.quantized:  # here, where it is fused with the norm before the layer
@@ -191,12 +198,12 @@ class Sparse:
         for layer, block in enumerate(self.model.layers):
             if hasattr(block, "mlp"):  # the others are of another stage of a pipeline
                 block.mlp = SparseMLP(block.mlp, config)
-                block.mlp.plan(config, layer, folder, captured)
-                config.ffn_paths.append(plan := block.mlp.paths)
-                dense = [path == "dense" for path in plan["paths"]] if plan else []
-                turns |= set(compress(plan["most"] if plan else [], map(ne, dense, dense[1:])))
-        if ends := compilation.compile_ranges_endpoints:  # where dense calls begin and end
-            turns = {turn for turn in turns if captured <= turn < ends[-1]}
+                if vllm_config.lora_config is None:  # LoRA replaces the projections
+                    block.mlp.plan(config, layer, folder, captured)
+                config.ffn_paths.append(block.mlp.paths)
+                turns |= block.mlp.turns
+        if ends := compilation.compile_ranges_endpoints:
+            turns = {turn for turn in turns if turn < ends[-1]}
             compilation.compile_ranges_endpoints = sorted({*ends, *turns})
         if not any(config.ffn_paths):
             why = "by ffn_backend, by 'auto', or for want of a GPU, bf16 or fp16, or twell.tune"

@@ -110,7 +110,7 @@ def linear(x: Tensor, x_scale: Tensor, w: Tensor, w_scale: Tensor, b: Tensor | N
     The product is rounded to bf16 before b is added.
     """
     size = w.shape[0]
-    if x.shape[0] == 0:
+    if type(x.shape[0]) is int and not x.shape[0]:  # a symbolic size is not 0
         return x.new_empty(0, size, dtype=torch.bfloat16)
     if more := -size % MULTIPLE:  # rows of zeros
         w = nn.functional.pad(w.view(torch.uint8), (0, 0, 0, more)).view(FLOAT8)
