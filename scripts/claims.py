@@ -12,9 +12,8 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*: tokens "
     "of a block share neurons, and need up to 20% fewer than in trained models; *even*: all equally "
-    "likely.\n"
-    "The authors' release was [measured outside this repository](data/README.md#releasecsv) on two "
-    "days; the first day's value is in brackets.\n[More cases, and an H100]"
+    "likely.\nThe authors' release was [measured outside this repository](data/README.md#releasecsv) "
+    "on two days; the first day's value is in brackets.\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
 )
 

@@ -108,10 +108,11 @@ def weights_of(
     w_first, w_down, b_first, b_down, x_scale, s_first, *, gated, activation, threshold
 ) -> tuple[Weights, Tensor | None]:
     """The weights and x_scale of the operator's arguments behind x."""
-    gate, up = zip(*(halves(one, gated) for one in (w_first, b_first, s_first)), strict=True)
-    act = get_activation(activation, threshold, gated=gated)
-    tensors = gate[0], up[0], w_down.t(), gate[1], up[1], b_down, gate[2], up[2]
-    return Weights(*tensors, act=act), x_scale
+    (w_gate, w_up), (b_gate, b_up), (s_gate, s_up) = (
+        halves(both, gated) for both in (w_first, b_first, s_first)
+    )
+    tensors = w_gate, w_up, w_down, b_gate, b_up, b_down, x_scale, s_gate, s_up
+    return ops.weights_of(activation, threshold, *tensors)
 
 
 class SparseMLP(nn.Module):
