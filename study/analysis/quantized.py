@@ -1,7 +1,7 @@
 """FP8 beside bf16: the fastest dense and the fastest sparse layer of each case, and the quality.
 
 A *side* is dense or sparse, in bf16 or FP8. Dense is under torch.compile, and in FP8 the fastest of
-several (`measure.float8`); sparse is the fastest path of our kernels, never "auto".
+several (`measure.float8`), our dense path too; sparse is our fastest other path, never "auto".
 """
 
 from dataclasses import replace
@@ -35,6 +35,7 @@ def side_of(name: str) -> str:
     ours = provider.sparse_path and provider.compilation == providers.EAGER
     ours |= provider == replace(providers.TRITON_COMPILED, precision=provider.precision)
     dense = provider.backend == "dense" and provider.compilation == providers.COMPILED
+    dense |= provider.path == "dense" and bool(provider.precision)
     if provider.precision not in _PRECISIONS or not (ours or dense):
         return ""
     return ("dense" if dense else "sparse") + _PRECISIONS[provider.precision]

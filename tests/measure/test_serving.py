@@ -20,7 +20,7 @@ from twell.__main__ import main
 from twell.measure import serving
 from twell.models import read_json
 
-SIZES = {"LEVELS": {1: 2, 4: 6}, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3}
+SIZES = {"LEVELS": {1: 2, 4: 6}, "ROUNDS": 2, "CHECKED": (1, 40), "ANSWER": 3, "TOGETHER": 2}
 SLEEP, EXIT = "import time; time.sleep(600)", "raise SystemExit('no such model')"
 
 
@@ -30,7 +30,7 @@ class Vllm:
     def __init__(self, out):
         self.out, self.folder, self.servers, self.words = out, out / "serve/model", [], []
         self.given, self.package, self.program = ["2b", *TINY], "vllm", SLEEP
-        self.error, self.token, self.chance = None, 0, 0
+        self.error, self.token, self.of_many, self.chance = None, 0, 0, 0
 
     def measure(self):
         return main(["measure", "serve", *self.given, "--out", str(self.out)])
@@ -45,13 +45,17 @@ class Vllm:
             return io.BytesIO() if self.program == SLEEP else open("/none")
         body = json.loads(request.data)
         model, _ = twell.load(self.folder, backend="dense")
-        ids = torch.tensor([body["prompt"]])
-        new = model.generate(ids, max_new_tokens=body["max_tokens"], do_sample=False)
-        chances = model(ids).logits[0].float().log_softmax(-1) + self.chance
-        read = [{str(t): {"logprob": float(chances[i, t])}} for i, t in enumerate(body["prompt"][1:])]
-        new = (new[0, ids.shape[1] :] + self.token).tolist()
-        choice = {"token_ids": new, "prompt_logprobs": [None, *read]}
-        return io.BytesIO(json.dumps({"choices": [choice]}).encode())
+        choices = []
+        for index, prompt in reversed([*enumerate(body["prompt"])]):
+            ids = torch.tensor([prompt])
+            new = model.generate(ids, max_new_tokens=body["max_tokens"], do_sample=False)
+            chances = model(ids).logits[0].float().log_softmax(-1) + self.chance
+            read = [{str(t): {"logprob": float(chances[i, t])}} for i, t in enumerate(prompt[1:])]
+            wrong = self.token + self.of_many * (len(body["prompt"]) > 1)
+            new = (new[0, ids.shape[1] :] + wrong).tolist()
+            logprobs = {"prompt_logprobs": [None, *read]}
+            choices.append({"index": index, "token_ids": new} | logprobs)
+        return io.BytesIO(json.dumps({"choices": choices}).encode())
 
     def bench(self, words):
         if self.error:
@@ -109,6 +113,7 @@ def test_both_servers_are_timed_in_turns(vllm, tmp_path, kind):
     "name, value, status, words, servers",
     [
         ("token", 1, 2, "is wrong", 2),
+        ("of_many", 1, 2, "is wrong", 2),
         ("chance", 0.1, 2, "is wrong", 2),
         ("chance", float("nan"), 2, "is wrong", 2),
         ("error", KeyboardInterrupt("enough"), 130, "enough", 2),

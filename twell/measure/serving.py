@@ -41,6 +41,7 @@ SHORTEST, LONGEST, CONTEXT = 128, 1024, 2048  # tokens of prompts, and what a ne
 # The check: tokens of its prompts and answers, and what it allows as a share of the logits'
 # standard deviation: how much lower than the first choice a token is, errors of log-probabilities.
 CHECKED, ANSWER, NEAR_TIE, ERROR = (1, 7, 64, 300, 700, 1024), 64, 0.1, 0.05
+TOGETHER = 24  # long prompts that are checked at once, in passes beyond those of CUDA graphs
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 SERVE = "--served-model-name m --no-enable-prefix-caching --dtype bfloat16"
 DENSE = ["--hf-overrides", '{"ffn_backend": "dense"}']
@@ -112,8 +113,9 @@ def serve(
             for provider, command in commands.items()
         }
         for provider, address in addresses.items():
-            for row, length in zip(tokens, CHECKED, strict=False):
-                check_answer(f"{provider} of {size}", address, model, row[:length])
+            alone = [[row[:length]] for row, length in zip(tokens, CHECKED, strict=False)]
+            for prompts in [*alone, tokens[:TOGETHER]]:
+                check_answers(f"{provider} of {size}", address, model, prompts)
         turns = itertools.product(range(ROUNDS + 1), LEVELS.items())
         for count, (at_once, requests) in turns:  # the first round warms up
             for provider, address in list(addresses.items())[:: -1 if count % 2 else 1]:
@@ -171,27 +173,31 @@ def server(command: list[str], log: Path, page: str = "/health") -> Iterator[str
         signal.signal(signal.SIGTERM, before)
 
 
-def check_answer(what: str, address: str, model: torch.nn.Module, prompt: list[int]) -> None:
-    """Compare a greedy answer, and log-probabilities of the prompt, with a pass of transformers."""
-    body = {"model": "m", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
+def check_answers(
+    what: str, address: str, model: torch.nn.Module, prompts: list[list[int]]
+) -> None:
+    """Compare greedy answers, and log-probabilities of prompts, with passes of transformers."""
+    body = {"model": "m", "prompt": prompts, "max_tokens": ANSWER, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, "prompt_logprobs": 1}
     data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
     request = urllib.request.Request(f"{address}/v1/completions", data, headers)
     with urllib.request.urlopen(request, timeout=300) as answer:
-        choice = json.load(answer)["choices"][0]
-    ids = torch.tensor([prompt + choice["token_ids"]], device=model.device)
-    logits = model(ids).logits[0, :-1].float()
-    deviation, chances = float(logits.std()), logits.log_softmax(-1)
-    exact = chances.gather(1, ids[0, 1:, None])[:, 0]
-    gap = float((chances.max(-1).values - exact)[len(prompt) - 1 :].max()) / deviation
-    read = zip(prompt[1:], choice["prompt_logprobs"][1:], exact.tolist(), strict=False)
-    errors = [abs(entry[str(token)]["logprob"] - right) for token, entry, right in read]
-    error = fmean(errors or [0.0]) / deviation
-    if not (gap <= NEAR_TIE and error <= ERROR):
-        raise ArithmeticError(
-            f"vLLM's answer by {what} to {len(prompt)} tokens is wrong: a token is {gap:.2g} below "
-            f"the first choice (allowed {NEAR_TIE}), log-probabilities err by {error:.2g} ({ERROR})"
-        )
+        choices = sorted(json.load(answer)["choices"], key=lambda choice: choice["index"])
+    for prompt, choice in zip(prompts, choices, strict=True):
+        ids = torch.tensor([prompt + choice["token_ids"]], device=model.device)
+        logits = model(ids).logits[0, :-1].float()
+        deviation, chances = float(logits.std()), logits.log_softmax(-1)
+        exact = chances.gather(1, ids[0, 1:, None])[:, 0]
+        gap = float((chances.max(-1).values - exact)[len(prompt) - 1 :].max()) / deviation
+        read = zip(prompt[1:], choice["prompt_logprobs"][1:], exact.tolist(), strict=False)
+        errors = [abs(entry[str(token)]["logprob"] - right) for token, entry, right in read]
+        error = fmean(errors or [0.0]) / deviation
+        if not (gap <= NEAR_TIE and error <= ERROR):
+            raise ArithmeticError(
+                f"vLLM's answer by {what} to {len(prompt)} tokens is wrong: a token is {gap:.2g} "
+                f"below the first choice (allowed {NEAR_TIE}), "
+                f"log-probabilities err by {error:.2g} ({ERROR})"
+            )
 
 
 def bench(words: list[str]) -> dict:
