@@ -48,8 +48,8 @@ build/notebooks/%.ipynb: notebooks/%.ipynb $(DRAWING) scripts/execute.py $(wildc
 	$(call execute,figures=figures)
 
 # These run the model that ships.
-build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb build/notebooks/11_one_word.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
-build/notebooks/07_inspect.ipynb build/notebooks/11_one_word.ipynb: $(wildcard twell/inspector/*.py twell/inspector/browser/*)
+build/notebooks/04_tokens.ipynb build/notebooks/06_downstream.ipynb build/notebooks/07_inspect.ipynb build/notebooks/10_one_word.ipynb: $(wildcard twell/models/*.py twell/sparse/*.py)
+build/notebooks/07_inspect.ipynb build/notebooks/10_one_word.ipynb: $(wildcard twell/inspector/*.py twell/inspector/browser/*)
 build/notebooks/06_downstream.ipynb: $(wildcard twell/evaluate/*.py twell/tasks/*/*)
 
 build/notebooks/live/%.ipynb: notebooks/%.ipynb $(DRAWING) scripts/execute.py
