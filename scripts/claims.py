@@ -11,7 +11,7 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens) by algorithm. *Skewed*: tokens "
-    "share neurons; a block uses up to 20% fewer than in trained models; *even*: all equally "
+    "share neurons; a block uses 0 to 20% fewer than in trained models; *even*: all equally "
     "likely.\nThe authors' release was [measured outside this repository](data/README.md#releasecsv) "
     "on two days; the first day's value is in brackets.\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
@@ -24,7 +24,7 @@ def counts(table: pd.DataFrame) -> str:
     judged = [numbers.get(name, 0) for name in paper.JUDGED]
     words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
     words += f", {sum(judged[4:])} open (one run, or small models)"
-    beyond = f"{numbers['beyond the paper']} more (speeds too) are by another algorithm or card"
+    beyond = f"{numbers['beyond the paper']} more (e.g. speeds) used another algorithm or card"
     return f"Of {sum(judged)} comparisons: {words}. {beyond}"
 
 

@@ -62,6 +62,7 @@ class Vllm:
             raise self.error
         self.words.append(words)
         number = int(words[words.index("--num-prompts") + 1])
+        assert len(open(words[words.index("--dataset-path") + 1]).readlines()) >= number
         result = {"completed": number, "total_input_tokens": 100 * number}
         return result | dict.fromkeys(serving.COLUMNS["serve"][-7:], 2.0)
 

@@ -114,8 +114,8 @@ def serve(
         }
         for provider, address in addresses.items():
             alone = [[row[:length]] for row, length in zip(tokens, CHECKED, strict=False)]
-            for prompts in [*alone, tokens[:TOGETHER]]:
-                check_answers(f"{provider} of {size}", address, model, prompts)
+            for some in [*alone, tokens[:TOGETHER]]:
+                check_answers(f"{provider} of {size}", address, model, some)
         turns = itertools.product(range(ROUNDS + 1), LEVELS.items())
         for count, (at_once, requests) in turns:  # the first round warms up
             for provider, address in list(addresses.items())[:: -1 if count % 2 else 1]:
