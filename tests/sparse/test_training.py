@@ -94,13 +94,13 @@ def test_a_repeated_attempt_draws_and_counts_as_the_first(fake):
 
 
 def test_a_layer_becomes_sparse_and_dense_again_by_its_activity():
-    sparse = SparseTraining(Stack((4096, 4096), "auto", (100.0, None)))
+    sparse = SparseTraining(Stack((4096, 4096), "auto", (100.0, 0.0)))
     assert sparse.active and sparse.sparse == [False, False]
 
     def until(number, expected):
         for count in range(1, 101):
             step(sparse, number, 1)
-            assert sparse.sparse[1] is False  # a calibration without the field: never
+            assert sparse.sparse[1] is False  # by its calibration never
             if sparse.sparse[0] == expected:
                 return count
         return None
@@ -113,6 +113,12 @@ def test_a_layer_becomes_sparse_and_dense_again_by_its_activity():
     assert until(60, True) > 8  # one step's peak is remembered for some
     assert until(101, False) > 8  # smoothed
     assert sparse.summary()["sparse_layers"] == 0
+
+
+def test_a_calibration_of_inference_alone_leaves_training_to_the_times_that_ship():
+    sparse = SparseTraining(Stack((4096,), "auto", (None,)))
+    step(sparse, 100)
+    assert sparse.sparse == [True]
 
 
 def test_the_capacity_follows_the_most_of_recent_steps():
@@ -141,7 +147,7 @@ def test_the_capacity_follows_the_most_of_recent_steps():
 def test_without_a_layer_that_could_be_sparse_nothing_is_read(monkeypatch, case):
     backend, training = "dense" if case == "dense" else "triton", ()
     if case in ("never", "no kernels"):
-        backend, training = "auto", (None, 0.0) if case == "never" else (64.0, 64.0)
+        backend, training = "auto", (0.0, 0.0) if case == "never" else (64.0, 64.0)
     model = nn.Linear(3, 3) if case == "no layers" else Stack((64, 64), backend, training)
     if case == "no kernels":
         status = {"triton": "the package triton is not installed"}

@@ -77,7 +77,7 @@ class Calibration:
         floors: where a call may wait for Python, one Floor for each situation and number of tokens.
         margin: the share by which a sparse path must be predicted faster than dense.
         training: mean active neurons per token below which a sparse training step is faster than a
-            dense one. None: it never is.
+            dense one. 0: it never is. None: not measured, so that of the times that ship.
 
     Raises ValueError for `times` without dense ones.
     """

@@ -228,8 +228,9 @@ class SparseTraining:
         if ffn.backend == "triton":
             return math.inf
         shape = ffn.hidden_size, ffn.intermediate_size, ffn.gated
-        card = ffn.chooser.device_name or ""
-        return (ffn.calibration or default(*shape, device_name=card)).training or 0.0
+        ships = default(*shape, device_name=ffn.chooser.device_name or "").training
+        own = ffn.calibration and ffn.calibration.training  # `tune` measures inference alone
+        return (ships if own is None else own) or 0.0
 
     def _update(self, needed: list[int], forced: bool) -> None:
         """Decide for the next step; `forced`: this step took the largest capacity."""
