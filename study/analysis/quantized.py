@@ -27,10 +27,7 @@ SIDES = [
 
 
 def side_of(name: str) -> str:
-    """Return the side of a recorded provider, one of SIDES; empty for any other.
-
-    Of layers, and of models with compiled layers.
-    """
+    """Return the side of a layer's or compiled model's provider, one of SIDES; else empty."""
     provider = Provider.parse(name)
     ours = provider.sparse_path and provider.compilation == providers.EAGER
     ours |= provider == replace(providers.TRITON_COMPILED, precision=provider.precision)
