@@ -69,6 +69,10 @@ class Flat(Threshold):
         return super().forward(x).flatten(0, -2)
 
 
+def rare():
+    return Threshold(nn.Threshold(40.0, 0.0))
+
+
 SQUARED = {"up": "c_fc", "down": "c_proj"}
 GATED = {"gate": "w1", "up": "w3", "down": "w2", "dropout": "drop"}
 Linear = type("Linear", (nn.Linear,), {})  # a class of one's own
@@ -112,6 +116,7 @@ def test_a_module_of_ones_own_is_described_by_an_adapter(make, fields):
     ("make", "fields", "names"),
     [
         (of_prosparse, GATED | {"activation": "relu"}, "Gated describes something else"),
+        (rare, SQUARED | {"activation": "relu2", "threshold": 40.0}, "describes something else"),
         (Gated, SQUARED | {"activation": "relu"}, "'c_fc'"),
         (Gated, {"up": "w1", "down": "w3", "activation": "relu"}, "w2.weight"),
         (Squared, SQUARED | {"activation": "relu3"}, "'relu3'"),

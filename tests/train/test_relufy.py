@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.factories import SEED
 from tests.factories import train as factory
+from tests.factories.models import change_config
 from tests.factories.train import BRIEF, contents, resume, series, stop_training, write_pretrained
 from twell import cli, collect_l1, results
 from twell.config import TrainConfig
@@ -150,6 +151,9 @@ def test_models_and_fields_that_do_not_fit(config, teacher, tmp_path, tiny_text)
         relufy_config(tmp_path / "gpt2")
     with pytest.raises(ValueError, match="give source="):
         relufy_config(write_pretrained(tmp_path / "plain", tiny_text))
+    change_config(hidden_act="relu2")(tmp_path / "plain")
+    with pytest.raises(ValueError, match="has relu2, which is sparse already"):
+        relufy_config(tmp_path / "plain", [f"source={tiny_text}"])
     small = config(model=write_pretrained(tmp_path / "small", tiny_text, vocab_size=300))
     with pytest.raises(ValueError, match="has 320 entries; vocab_size 300"):
         train(small, tmp_path / "run", quiet=True)

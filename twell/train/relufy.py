@@ -242,6 +242,8 @@ def relufy_config(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
     if config.model_type not in (*RELUFIABLE, *LLAMAS):
         known = ", ".join(RELUFIABLE)
         raise ValueError(f"{name} is a {config.model_type} model; relufy knows {known}")
+    if (act := config.hidden_act) in ("relu2", "drelu"):
+        raise ValueError(f"{name} has {act}, which is sparse already; relufy would make it ReLU")
     given = [override.partition("=")[0] for override in overrides]
     if "source" not in given:
         raise ValueError("give source=, the text from which the student learns, such as a file")
