@@ -109,7 +109,7 @@ def test_notes_are_lines_of_a_file_beside_the_model(model):
     for layer, neuron, text in notes:
         widget._handle_custom_msg({"note": f"0:{layer}:{neuron}", "text": text}, [])
     assert file.read_text() == "1:5 years\n"
-    file.write_text("# mine\n\n1:5 years\n0:10 a  b\n")
+    file.write_text("# mine\n\n1:5 years\n0:10 a  b\n0:01\told\n")
     inspector.write_note(file, 0, 1, "c")
     assert file.read_text() == "# mine\n\n1:5 years\n0:10 a  b\n0:1 c\n"
     assert widget.sides[0].notes == {(1, 5): "years", (0, 10): "a  b", (0, 1): "c"}

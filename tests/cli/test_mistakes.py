@@ -34,6 +34,7 @@ COMMANDS = {
     "trace RUN --aggregate --valid --max-bytes 5000 --out OUT.npz": "6144 bytes",
     "trace RUN --text a --out RUN/model/model.safetensors": r"\.npz",
     "inspect TRACE --out OUT.html --text a": "a trace has its own text",
+    "inspect TRACE --out OUT.html --compare RUN": "compare it with a trace",
     "inspect AGGREGATE --out OUT.html": r"other\.npz",
     "atlas AGGREGATE --out OUT --labels TEXT": r"text\.jsonl, line 1",
     "runs PLACE --out TEXT": r"text\.jsonl",

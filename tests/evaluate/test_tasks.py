@@ -93,6 +93,10 @@ WRONG = [
     ("piqa", GOOD + GOOD[:20], "line 2"),
     ("piqa", GOOD.encode() + b"\xe9", r"line 2 is b'\\xe9'"),
     ("piqa", GOOD + GOOD.replace(": 0", ": 2"), 'line 2 is .*"gold": 2'),
+    ("piqa", GOOD.replace(": 0", ": 0.5"), "line 1 is"),
+    ("piqa", GOOD.replace('["b", "c"]', '"bc"'), "line 1 is"),
+    ("piqa", GOOD.replace('"c"', '""'), "line 1 is"),
+    ("piqa", GOOD.replace('"c"', "2"), "line 1 is"),
     ("winogrande", GOOD, "line 1 .* '_'"),
     ("commonsense_qa", GOOD, "line 1 .*5 texts"),
 ]

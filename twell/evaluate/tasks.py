@@ -89,9 +89,11 @@ def local_docs(
         try:
             item = json.loads(line)
             query, choices, gold = item["query"], item["choices"], item["gold"]
-            corpus.checked_text(query, "")
-            fits = len(choices) > 1 and num_choices in (None, len(choices))
-            fits = fits and 0 <= gold < len(choices) and (blank or "") in query
+            for text in (query, *choices):
+                corpus.checked_text(text, "")
+            fits = type(choices) is list and num_choices in (None, len(choices)) and all(choices)
+            fits = fits and len(choices) > 1 and gold in range(len(choices))
+            fits = fits and type(gold) is int and (blank or "") in query
         except (ValueError, KeyError, TypeError):
             fits = False
         if not fits:

@@ -24,8 +24,7 @@ def read_notes(path: Path, shape: tuple[int, int]) -> dict[tuple[int, int], str]
     notes = {}
     if not path.is_file():
         return notes
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line.strip())
@@ -43,7 +42,7 @@ def read_notes(path: Path, shape: tuple[int, int]) -> dict[tuple[int, int], str]
 def write_note(path: Path, layer: int, neuron: int, text: str) -> None:
     """Replace the note on a neuron in the file; an empty one removes it. Other lines stay."""
     lines = path.read_text(encoding="utf-8-sig").splitlines() if path.is_file() else []
-    kept = [line for line in lines if not line.strip().startswith(f"{layer}:{neuron} ")]
+    kept = [line for line in lines if not re.match(rf"\s*0*{layer}:0*{neuron}\s", line)]
     text = " ".join(text.split())
     kept += [f"{layer}:{neuron} {text}"] if text else []
     results.write_atomically(path, "".join(f"{line}\n" for line in kept))

@@ -187,10 +187,11 @@ def sides(
     if len(texts) + (compare is not None) > 2:
         raise ValueError("two sides can be compared: give two texts, or one and compare=")
     first = _side(what, texts[0], aggregate, model, start)
-    if compare is not None:
-        return [first, _side(compare, texts[0], start=start)]
-    if len(texts) == 1:
-        return [first]
+    second = None if compare is None else _side(compare, texts[0], start=start)
+    if second is not None and first.of[1] and not second.of[1]:
+        raise ValueError("a trace has its own text; compare it with a trace of the other model")
+    if second is not None or len(texts) == 1:
+        return [first] if second is None else [first, second]
     if first.model is None:
         raise ValueError("two texts need a model to run them; this is a trace, which has its own")
     both = [first, first.run(texts[1] or "")]
