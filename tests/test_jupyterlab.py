@@ -40,8 +40,8 @@ def lab(tmp_path, tiny_run, monkeypatch):
     nbformat.write(notebook, tmp_path / "notebooks" / "inspect.ipynb")
     command = [sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root"]
     command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={tmp_path / 'notebooks'}"]
-    with server(command, tmp_path / "log", "/api/status") as address:
-        yield f"{address}/lab/tree/inspect.ipynb?reset"
+    with server(command, tmp_path / "log", "/api/status") as ready:
+        yield f"{ready()}/lab/tree/inspect.ipynb?reset"
 
 
 def test_the_widget_in_jupyterlab(browser, lab, tiny_run):

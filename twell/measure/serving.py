@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -108,10 +108,11 @@ def serve(
     command += ["--kv-cache-memory-bytes", str(torch.cuda.mem_get_info()[1] // 3)]
     commands = {DENSE_COMPILED: [*command, *DENSE], Provider(backend, None, COMPILED): command}
     with contextlib.ExitStack() as stack:
-        addresses = {
+        starting = {
             provider: stack.enter_context(server(command, place / f"{provider.backend}.log"))
             for provider, command in commands.items()
         }
+        addresses = {provider: ready() for provider, ready in starting.items()}
         for provider, address in addresses.items():
             alone = [[row[:length]] for row, length in zip(tokens, CHECKED, strict=False)]
             for some in [*alone, tokens[:TOGETHER]]:
@@ -149,24 +150,26 @@ def create(
 
 
 @contextlib.contextmanager
-def server(command: list[str], log: Path, page: str = "/health") -> Iterator[str]:
-    """Run a server while the context lasts; yield its address once it answers for a page."""
+def server(command: list[str], log: Path, page: str = "/health") -> Iterator[Callable[[], str]]:
+    """Run a server while the context lasts; yield what waits for a page and returns its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
     with log.open("w") as file:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=file, stderr=file)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it, as Ctrl-C does
-    try:
+
+    def ready() -> str:
         while process.poll() is None and time.monotonic() < end:
             with contextlib.suppress(OSError):
                 urllib.request.urlopen(f"{address}{page}", timeout=5).close()
-                break
+                return address
             time.sleep(1)
-        else:
-            print(log.read_text(errors="replace")[-4000:])
-            raise RuntimeError(f"the server did not start; its log is {log}")
-        yield address
+        print(log.read_text(errors="replace")[-4000:])
+        raise RuntimeError(f"the server did not start; its log is {log}")
+
+    try:
+        yield ready
     finally:
         process.terminate()
         process.wait()
