@@ -76,8 +76,13 @@ build/cache/ready: $(wildcard twell/corpus/*.py) twell/configs/quick.yaml
 	$(RUN) -c "from twell.config import TrainConfig; TrainConfig.load('quick').prepare_text()"
 	@touch $@
 
+# docs/conf.py says which pages belong to it. A warning, such as for a link that leads nowhere, is an error.
 site: $(VENV)/installed
-	@$(BIN)/python scripts/build_site.py
+	@rm -rf build/site
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -b html -c docs -d build/site-doctrees . build/site
+	@$(BIN)/python -m twell atlas data/checkpoints/twell-6m --out build/site/atlas
+	@echo '<meta http-equiv="refresh" content="0; url=README.html">' > build/site/index.html
+	@echo build/site/index.html
 
 lessons: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(RUN) scripts/lessons.py

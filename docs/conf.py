@@ -1,4 +1,4 @@
-"""Settings of Sphinx for `make site`, which scripts/build_site.py runs on the whole repository."""
+"""Settings of Sphinx for `make site`, which runs on the whole repository."""
 
 import re
 from pathlib import Path

@@ -43,11 +43,8 @@ def main(model: str) -> None:
             tab.goto(f"{path.as_uri()}#{address}")
             tab.wait_for_selector(".tw-card")
             tab.wait_for_timeout(2000)  # every chunk is there
-            if name == "inspector_effects":
-                shot = tab.locator(".tw-effects").screenshot()
-            else:
-                shot = tab.screenshot()
-            image = Image.open(io.BytesIO(shot)).convert("RGB")
+            part = tab.locator(".tw-effects") if name == "inspector_effects" else tab
+            image = Image.open(io.BytesIO(part.screenshot())).convert("RGB")
             few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
             few.save(results.root() / "figures" / f"{name}.png", optimize=True)
 

@@ -151,8 +151,7 @@ def main() -> None:
     if (given.out / "runs" / given.run.name / "log.csv.xz").exists():
         parser.error(f"{given.out} holds a run {given.run.name}; give another --out")
     command = shlex.join(["python", "-m", "study.keep", *sys.argv[1:]])
-    given.out.joinpath("eval").mkdir(parents=True, exist_ok=True)
-    given.out.joinpath("traces").mkdir(exist_ok=True)
+    given.out.joinpath("traces").mkdir(parents=True, exist_ok=True)
     files = task_files(given.tasks) if given.tasks else {}
     asked = list(questions(given.run, files))
     tasks = ", ".join(dict.fromkeys(name for name, _ in asked)) or "none"

@@ -3,7 +3,7 @@
     python -m study.record price-85m-0-seed-0 ... --out DIR    trains the runs on a GPU
     python -m study.price RUN --out DIR                        evaluates a run's models
 
-`prices` and `verdicts` analyse the rows of data/bench/price.csv.
+`prices`, `verdicts` and `worth` analyse the rows of data/bench/price.csv.
 """
 
 import argparse
@@ -20,9 +20,14 @@ import yaml
 from study.analysis import holm
 from twell import corpus, results
 from twell.config import TrainConfig, cache_folder
+from twell.measure import providers
 
 PLAN = yaml.safe_load(Path(__file__).with_name("price.yaml").read_text(encoding="utf-8"))
 PAIR = ["size", "text", "l1_coefficient", "tokens"]
+MODEL = ["model", "sparse", "neurons"]
+DENSE = providers.DENSE_COMPILED.name
+SPARSE = providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name
+ALIKE = 2  # %: times that differ by at most this are equal
 
 
 def parts() -> dict[str, list[str]]:
@@ -85,12 +90,10 @@ def pairs(rows: pd.DataFrame) -> pd.DataFrame:
     return sparse.assign(price=price).dropna(subset="price")
 
 
-def interval(values: pd.Series, confidence: float) -> tuple[float, float, float]:
+def interval(values: pd.Series) -> tuple[float, float, float]:
     """Return mean, low and high by Student's t; a single value has no interval."""
-    mean, number = float(np.mean(values)), len(values)
-    if number < 2:
-        return mean, np.nan, np.nan
-    return mean, *scipy.stats.t.interval(confidence, number - 1, mean, scipy.stats.sem(values))
+    mean, error = values.mean(), values.sem()
+    return mean, *scipy.stats.t.interval(PLAN["confidence"], len(values) - 1, mean, error)
 
 
 def prices(rows: pd.DataFrame) -> pd.DataFrame:
@@ -100,7 +103,7 @@ def prices(rows: pd.DataFrame) -> pd.DataFrame:
     """
     table = []
     for key, some in pairs(rows).groupby(PAIR):
-        price, low, high = interval(some["price"], PLAN["confidence"])
+        price, low, high = interval(some["price"])
         row = dict(zip(PAIR, key, strict=True)) | {"price": price, "low": low, "high": high}
         row["parameters"] = parameters(key[0])
         share = (some["active"] / some["neurons"]).mean()
@@ -115,9 +118,9 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
     for size, runs in some.groupby("size"):
         by_seed = runs.pivot(index="seed", columns="tokens", values="price").dropna()
         change = by_seed.iloc[:, -1] - by_seed.iloc[:, 0]
-        mean, low, high = interval(change, PLAN["confidence"])
+        mean, low, high = interval(change)
         p = float(scipy.stats.ttest_1samp(change, 0).pvalue) if len(change) > 1 else np.nan
-        _, _, end = interval(by_seed.iloc[:, -1], PLAN["confidence"])
+        _, _, end = interval(by_seed.iloc[:, -1])
         row = {"size": size, "change": mean, "low": low, "high": high, "p": p}
         table.append(row | {"seeds": len(change), "small": bool(end < PLAN["margin"])})
     table = pd.DataFrame(table)
@@ -126,6 +129,46 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
     signed = np.where(table["change"] > 0, "rises", "falls")
     other = np.where(flat, "flat", "cannot be told")
     return table.assign(verdict=np.where(significant, signed, other))
+
+
+def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], level: float = 6e-4) -> pd.DataFrame:
+    """Return the dense and sparse models at the end of training, a row a use and model.
+
+    times: by use, such as "inference", `analysis.model_speedups` or `analysis.step_speedups` of one
+    device, number of tokens and activity. nanoseconds: of a token. cross_entropy: the mean of the
+    columns "seed N", seeds that all models of a size have. beside: the neurons of the dense model
+    whose time is nearest to the sparse one's. slower, change: time and cross-entropy of the sparse
+    model over it (%), least and most: the ends of change over the pairs of one seed. Sizes without
+    a narrower dense model are left out.
+    """
+    end = rows.query("text == 'new' and tokens == tokens.max() and l1_coefficient in [0, @level]")
+    end = end.assign(model=end["size"].str.partition(".")[0], sparse=end["l1_coefficient"] > 0)
+    timed = pd.concat(times, names=["use"]).reset_index("use")
+    timed = timed[timed["provider"].isin([DENSE, *SPARSE])]
+    timed = timed.rename(columns={"intermediate_size": "neurons"})
+    timed["sparse"] = timed["provider"] != DENSE
+    timed["nanoseconds"] = 1e6 * timed["p50"] / timed["tokens"]
+    end = end.merge(timed[["use", *MODEL, "nanoseconds"]], on=MODEL)
+
+    tables = []
+    index = ["use", *MODEL, "l1_coefficient", "nanoseconds"]
+    for _, runs in end.groupby(["use", "model"]):
+        losses = runs.pivot(index=index, columns="seed", values="cross_entropy").dropna(axis=1)
+        table = losses.add_prefix("seed ").assign(cross_entropy=losses.mean(axis=1)).reset_index()
+        sparse, dense = (table[table["sparse"] == kind] for kind in (True, False))
+        if sparse.empty or dense["neurons"].nunique() < 2:
+            continue
+        (one,) = sparse.index
+        slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
+        other = slower.abs().idxmin()
+        change = 100 * (losses.iloc[one] / losses.iloc[other] - 1)
+        row = {"beside": table.loc[other, "neurons"], "slower": slower[other]}
+        row |= {"change": change.mean(), "least": change.min(), "most": change.max()}
+        ahead = row["most"] < 0 and row["slower"] <= ALIKE
+        behind = row["least"] > 0 and row["slower"] >= -ALIKE
+        row["verdict"] = "ahead" if ahead else "behind" if behind else "cannot be told"
+        tables.append(table.join(pd.DataFrame(row, sparse.index)))
+    return pd.concat(tables or [pd.DataFrame()], ignore_index=True)
 
 
 def main() -> None:

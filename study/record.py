@@ -21,8 +21,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import yaml
-
 from study import price
 from twell import results
 
@@ -97,7 +95,7 @@ def training(name: str) -> list[str]:
     kind = "train" if "train" in words else "relufy"
     subject = words[words.index(kind) + 1]
     if kind == "relufy":
-        config = yaml.safe_load((RECORDED / base / "config.yaml").read_text(encoding="utf-8"))
+        config, _ = results.load_run(RECORDED / base)
         if config.get("fit_tokens") or config.get("sampled_share"):
             raise ValueError(f"{base} has a fit or samples, which twell has no more; see its commit")
         subject = "{model}"

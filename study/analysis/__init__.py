@@ -18,6 +18,6 @@ from study import first_of
 
 __getattr__ = first_of(
     __name__,
-    ".runs .speed .variants .activity .tasks .races .quantized .relufied .formats "
-    "twell.tables twell.trace.neurons",
+    ".runs .speed .variants .activity .tasks .races .quantized .relufied "
+    "twell.tables twell.trace.neurons .formats",  # the last imports torch, which takes seconds
 )

@@ -1,12 +1,12 @@
-"""Tables of the formats: small matrices cell by cell, and their bytes by activity (Fig. 1).
-
-twell.sparse.formats is imported at use: it needs torch, which takes seconds to import.
-"""
+"""Tables of the formats: small matrices cell by cell, and their bytes by activity (Fig. 1)."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
+import torch
+
+from twell.sparse.formats import ELL, Hybrid, PackedTwELL
 
 
 def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: int) -> pd.DataFrame:
@@ -15,10 +15,6 @@ def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: in
     dense [M, N] float32. row and slot: of the cell within its part; token: its row of `dense`;
     kind: "value", "count", "unused" or "zero"; label: the column in `dense` of a value, or a count.
     """
-    import torch
-
-    from twell.sparse.formats import ELL, Hybrid, PackedTwELL
-
     matrix = torch.from_numpy(dense).bfloat16()
     ell, hybrid = ELL.pack(matrix), Hybrid.pack(matrix, ell_width)
     twell = PackedTwELL.pack(matrix, tile_n, compression)
@@ -71,10 +67,6 @@ def format_bytes(
     are lognormal, with a standard deviation of 1 of the logarithm. nbytes is of all tensors,
     relative is to dense bf16.
     """
-    import torch
-
-    from twell.sparse.formats import ELL, Hybrid, PackedTwELL
-
     generator = np.random.default_rng(0)
     shape, rows = (num_tokens, intermediate_size), []
     for mean in active:

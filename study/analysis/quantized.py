@@ -21,13 +21,10 @@ _PRECISIONS = {
     providers.FP8_TORCHAO: " FP8",
     providers.FP8_ALL: " FP8 all",
 }
-SIDES = [
-    f"{kind}{precision}" for precision in ("", " FP8", " FP8 all") for kind in ("dense", "sparse")
-]
 
 
 def side_of(name: str) -> str:
-    """Return the side of a layer's or compiled model's provider, one of SIDES; else empty."""
+    """Return the side of a layer's or compiled model's provider, such as "dense FP8"; else empty."""
     provider = Provider.parse(name)
     ours = provider.sparse_path and provider.compilation == providers.EAGER
     ours |= provider == replace(providers.TRITON_COMPILED, precision=provider.precision)

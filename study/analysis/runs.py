@@ -158,25 +158,6 @@ def levels(table: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, axis=1).reset_index()
 
 
-def alive_levels(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the alive rows of `levels` by rising activity, with its logarithm in `log_active`."""
-    alive = table[(table["status"] == "alive") & (table["active_fraction"] > 0)]
-    alive = alive.sort_values("active_fraction")
-    return alive.assign(log_active=np.log(alive["active_fraction"].astype(float)))
-
-
-def price_at(table: pd.DataFrame, active_fraction: float) -> float:
-    """Return the rise of cross-entropy in % over L1 = 0 at an activity, on the line of `levels`.
-
-    Between two levels it is linear in the logarithm of activity. NaN outside of the alive levels.
-    """
-    alive = alive_levels(table)
-    if alive.empty:
-        return np.nan
-    line = alive["log_active"], alive["cross_entropy_change"]
-    return float(np.interp(np.log(active_fraction), *line, left=np.nan, right=np.nan))
-
-
 HEADS = {  # of columns that readers see; of shares (in %) that are recorded as fractions
     "l1_coefficient": "L1",
     "l1": "L1",

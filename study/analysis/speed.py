@@ -120,12 +120,10 @@ def speedups(rows: pd.DataFrame) -> pd.DataFrame:
 def training_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     """Return rows of training.csv, forward and backward, beside dense torch.compile.
 
-    Added to `_beside_dense`: held_share and peak_share, memory in % of dense.
+    Added to `_beside_dense`: held_share, memory in % of dense.
     """
-    table = _beside_dense(rows, TRAINING_CASE, ["held", "peak"])
-    for name in ("held", "peak"):
-        table[f"{name}_share"] = 100 + table.pop(f"{name}_change")
-    return table
+    table = _beside_dense(rows, TRAINING_CASE, ["held"])
+    return table.assign(held_share=100 + table["held_change"])
 
 
 def crossovers(table: pd.DataFrame) -> pd.DataFrame:

@@ -13,12 +13,10 @@ from study.analysis.runs import (
     COMPUTED_BY,
     MAY_DIFFER,
     RECIPE,
-    alive_levels,
     check_alike,
     choice,
     cross_entropy_change,
     levels,
-    price_at,
     sweep,
 )
 from twell.tables import last_validation, processes
@@ -196,20 +194,21 @@ def holm(p: pd.Series) -> pd.Series:
 
 
 def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
-    """Return each gated ReLU choice beside the recipe's line (`price_at`) at the same activity.
+    """Return each gated ReLU choice beside the recipe's line at the same activity.
 
     table: `choices`. Columns: choice, l1_coefficient, runs; price (% over L1 = 0), line_price,
-    limit and verdict; dead (share), line_dead, dead_limit and dead_verdict. A point of the line has
-    the noise of the two levels around it; the scatter of activity is left out.
+    limit and verdict; dead (share), line_dead, dead_limit and dead_verdict. The line joins the
+    recipe's alive levels over the logarithm of activity, and is NaN beyond them. Its points have
+    the noise of the two levels around them; the scatter of activity is left out.
     """
     columns = "choice l1_coefficient runs price line_price limit verdict dead line_dead dead_limit"
     columns = [*columns.split(), "dead_verdict"]
-    every = levels(table) if len(table) else table
-    recipe = every[every["choice"] == "recipe"]
-    if recipe.empty or alive_levels(recipe).empty:
+    every = levels(table) if len(table) else table.assign(status="")
+    alive = every[(every["choice"] == "recipe") & (every["status"] == "alive")]
+    alive = alive[alive["active_fraction"] > 0].sort_values("active_fraction")
+    if alive.empty:
         return pd.DataFrame(columns=columns)
-    alive = alive_levels(recipe)
-    known = alive["log_active"]
+    known = np.log(alive["active_fraction"].astype(float))
     gated = every[~every["choice"].str.contains("recipe|SiLU|non-gated")]
     gated = gated[gated["active_fraction"] > 0]
     names = {"cross_entropy_change": "price", "dead_fraction_train": "dead"}
@@ -221,9 +220,9 @@ def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
         beside = 1 / (weights**2 / alive["runs"]).sum()
         limits = [noise_limit(table, column, row["runs"], beside) for column in names]
         row["limit"], row["dead_limit"] = limits
-        row["line_price"] = price_at(recipe, row["active_fraction"])
-        dead = alive["dead_fraction_train"]
-        row["line_dead"] = float(np.interp(log_active, known, dead, np.nan, np.nan))
+        for column, name in names.items():
+            line = np.interp(log_active, known, alive[column], np.nan, np.nan)
+            row[f"line_{name}"] = float(line)
         row["verdict"] = noise_verdict(row["price"] - row["line_price"], row["limit"])
         row["dead_verdict"] = noise_verdict(row["dead"] - row["line_dead"], row["dead_limit"])
         rows.append(row)

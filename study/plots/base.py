@@ -15,7 +15,6 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
-from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 from matplotlib.text import Annotation
 from matplotlib.textpath import text_to_path
@@ -97,11 +96,6 @@ def note(ax: Axes, text: str, at: tuple, offset: tuple = (0, 0), **look) -> Anno
     return ax.annotate(text, at, offset, textcoords="offset points", **{"fontsize": SMALL} | look)
 
 
-def key(color: str | tuple, **look) -> Line2D:
-    """A line or mark for a legend."""
-    return Line2D([], [], color=color, **look)
-
-
 def named(ax: Axes) -> dict[str, Artist]:
     """What is labelled in a panel, by its label."""
     handles, names = ax.get_legend_handles_labels()
@@ -113,19 +107,13 @@ def change(percent: float, digits: int = 0) -> str:
     return f"{round(percent, digits) + 0:+.{digits}f}%".replace("-", "−")
 
 
-def text_width(text: str, size: float) -> float:
-    """How wide a text is, in points."""
-    font = FontProperties(size=size)
-    return text_to_path.get_text_width_height_descent(text, font, False)[0]
-
-
 def _wrapped(text: str, size: float, width: float) -> list[str]:
     """Lines of a text, each at most so many points wide."""
-    lines = []
+    font, lines = FontProperties(size=size), []
     for word in text.split(" "):
         longer = f"{lines[-1]} {word}" if lines else word
-        fits = text_width(longer, size) <= width
-        lines[-1:] = [longer] if fits or not lines else [lines[-1], word]
+        wide, _, _ = text_to_path.get_text_width_height_descent(longer, font, False)
+        lines[-1:] = [longer] if wide <= width or not lines else [lines[-1], word]
     return lines
 
 

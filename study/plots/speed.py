@@ -1,7 +1,5 @@
 """Figures of speed: by activity, batch size, card and algorithm, in training and in FP8."""
 
-from collections.abc import Iterable
-
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -58,13 +56,14 @@ def _speed_lines(ax: Axes, table: pd.DataFrame, x: str) -> None:
     base.plain(ax.yaxis)
 
 
-def _speed_legend(figure: Figure, names: Iterable[str]) -> None:
-    """Write below the figure paths by colour and marker."""
+def _speed_legend(figure: Figure, rows: pd.DataFrame) -> None:
+    """Write below the figure the paths of its rows by colour and marker."""
     entries = {}
-    for name in names:
-        colour, marker, text = PROVIDERS[name]
-        look = {"marker": marker, "markersize": 4}
-        entries[text] = base.key(colour, **_BROAD if name == providers.AUTO.name else look)
+    for name, (colour, marker, text) in PROVIDERS.items():
+        if name in set(rows["provider"]):
+            look = {"marker": marker, "markersize": 4}
+            look = _BROAD if name == providers.AUTO.name else look
+            entries[text] = Line2D([], [], color=colour, **look)
     entries["dense, torch.compile"] = Line2D([], [], **_BASELINE)
     columns = 2 if len(entries) == 4 else 3
     base.legend(figure, "lower center", entries, ncols=columns, handlelength=2.6)
@@ -84,19 +83,12 @@ def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame) -> None:
         base.note(ax, f"{row.crossover:.0f}", (row.crossover, 1), offset, **look)
 
 
-def _of_paths(table: pd.DataFrame) -> tuple[list[str], pd.DataFrame]:
-    """Return names and rows of the sparse paths and auto."""
-    rows = table[table["provider"].isin(PROVIDERS)]
-    names = [name for name in PROVIDERS if name in set(rows["provider"])]
-    return names, rows
-
-
 def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     """Draw speed-up over dense torch.compile by active neurons, a panel a batch size and pattern.
 
     table: `analysis.speedups` of one layer in one mode; crossovers: `analysis.crossovers` of it.
     """
-    names, rows = _of_paths(table)
+    rows = table[table["provider"].isin(PROVIDERS)]
     sizes = sorted(rows["tokens"].unique(), reverse=True)
     patterns = sorted(table["pattern"].unique(), reverse=True)
     shape = len(sizes), len(patterns)
@@ -119,7 +111,7 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     for ax in axes[:, 0]:
         ax.set_ylabel("speed over dense")
     figure.conditions = f"{_layer(table)}, forward"
-    _speed_legend(figure, names)
+    _speed_legend(figure, rows)
     commits = f"Points are of {rows['commit'].nunique()} commits."
     base.caption(figure, *map(_PATTERNS.get, patterns), _CROSSED, commits, base.measured())
     return figure
@@ -132,7 +124,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     `analysis.crossovers` of it.
     """
     table = table[table["pattern"].isin(_PATTERNS)]
-    names, rows = _of_paths(table)
+    rows = table[table["provider"].isin(PROVIDERS)]
     (tokens,) = base.one_case(table, ["tokens"], "batch size")
     patterns = sorted(table["pattern"].unique(), reverse=True)
     size = base.PAGE, 0.9 + 1.75 * len(patterns)
@@ -151,7 +143,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     for ax in axes[-1]:
         ax.set_xlabel("active neurons per token")
     figure.conditions = f"{_layer(table)}, {tokens:,} tokens; forward and backward"
-    _speed_legend(figure, names)
+    _speed_legend(figure, rows)
     terms = "Held: bytes that forward keeps for backward. "
     terms += f"Points are of {rows['commit'].nunique()} commits."
     base.caption(figure, *map(_PATTERNS.get, patterns), terms, _CROSSED, base.measured())
@@ -165,7 +157,7 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
     level wanted.
     """
     (pattern,) = base.one_case(table, ["pattern"], "pattern")
-    names, rows = _of_paths(table)
+    rows = table[table["provider"].isin(PROVIDERS)]
     ways = [way for way in _WAYS if way in set(rows["mode"])]
     figure, (axes,) = base.subplots(base.PAGE, 2.7, 1, len(ways), sharey=True)
     for way, ax in zip(ways, axes, strict=True):
@@ -182,7 +174,7 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
         ax.set_xlabel("tokens in the call")
     axes[0].set_ylabel("speed over dense")
     figure.conditions = f"{_layer(table)}, forward; {pattern} activity, {active:g} active"
-    _speed_legend(figure, names)
+    _speed_legend(figure, rows)
     low, high = rows["active"].min(), rows["active"].max()
     base.caption(
         figure,

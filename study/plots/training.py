@@ -5,6 +5,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from study import analysis
@@ -56,7 +57,8 @@ def fig02_training_curves(curves: dict[str, pd.DataFrame], window: int, about: s
     for ax in axes[0]:
         ax.set_xlabel("")
     colours = base.level_colours(loss["l1_coefficient"])
-    keys = {f"L1 = {analysis.level_name(l1)}": base.key(colour) for l1, colour in colours.items()}
+    lines = {l1: Line2D([], [], color=colour) for l1, colour in colours.items()}
+    keys = {f"L1 = {analysis.level_name(l1)}": line for l1, line in lines.items()}
     base.legend(figure, "lower center", keys, ncols=3)
     silent = f"A dead neuron was silent for {window:,} tokens."
     smoothed = "Cross-entropy is on the training text, as running means over 5% of a run."
@@ -248,6 +250,44 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
         f"Dashed: the paper's limit of {limit:g}%, and its {_PAPER_RATIO} tokens a parameter.",
         "Parameters are those in layers. Thin lines are pairs of runs with one seed.",
         "Bands, of three pairs, are 95% intervals." if (table["seeds"] > 2).any() else "",
+    )
+    return figure
+
+
+_USES = {"inference": "forward pass (ns per token)", "training": "optimiser step (ns per token)"}
+
+
+def worth(table: pd.DataFrame, about: str = "") -> Figure:
+    """Draw cross-entropy over the time of a token, dense models of several widths and sparse ones.
+
+    table: `study.price.worth`.
+    """
+    figure, (axes,) = base.subplots(base.PAGE, 2.5, 1, 2, sharey=True)
+    for (use, label), ax in zip(_USES.items(), axes, strict=True):
+        rows = table[table["use"] == use].sort_values("nanoseconds")
+        for (_, sparse), models in rows.groupby(["model", "sparse"]):
+            time, colour = models["nanoseconds"], base.SPARSE if sparse else base.DENSE
+            ax.plot(time, models["cross_entropy"], "o-", color=colour, markersize=5)
+            ax.plot(time, models.filter(like="seed "), "_", color=colour, markersize=10, mew=0.8)
+            for row in models.itertuples():
+                level = f"L1 = {analysis.level_name(row.l1_coefficient)}"
+                name, ink = (level, colour) if sparse else (f"{row.neurons:,} neurons", "0.35")
+                place = row.nanoseconds, row.cross_entropy
+                base.note(ax, name, place, (7, 3), color=ink, **base.HALO)
+                if sparse:
+                    ax.axvline(row.nanoseconds, **_PRICE, zorder=0)
+        ax.margins(0.15)
+        left, right = ax.get_xlim()
+        ax.set_xlim(left, right + 0.4 * (right - left))  # for the names
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.set_title(use, loc="left")
+        ax.set_xlabel(label)
+    axes[0].set_ylabel("cross-entropy (nats)")
+    base.caption(
+        figure,
+        base.sentence(about),
+        "Grey: dense models, by their neurons. Blue: the sparse model; dashed: its time.",
+        "Points are means over seeds, thin marks single seeds.",
     )
     return figure
 

@@ -14,6 +14,8 @@ from twell import results
 from twell.config import TrainConfig
 from twell.train import train
 
+OPEN = "cannot be told"
+
 
 def test_a_run_is_evaluated_at_each_of_its_points(tiny_config, tiny_text, tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
@@ -66,9 +68,28 @@ def test_prices_and_verdicts_follow_the_plan(monkeypatch):
     assert end["share"] == pytest.approx(0.2)
 
 
+@pytest.mark.parametrize(
+    ("losses", "inference", "training"),
+    [((2.7, 2.8), "ahead", OPEN), ((2.9, 3.2), OPEN, "behind"), ((3.1, 3.2), "behind", "behind")],
+)
+def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, inference, training):
+    models = {(0.0, 2112): (2.8, 2.9), (0.0, 1216): (3.0, 3.1), (6e-4, 2112): losses}
+    rows = [(*key, *pair) for key, values in models.items() for pair in enumerate(values)]
+    rows = pd.DataFrame(rows, columns=["l1_coefficient", "neurons", "seed", "cross_entropy"])
+    rows = rows.assign(size="85m", text="new", tokens=221)
+    rows.loc[rows["neurons"] == 1216, "size"] = "85m.1216"
+    timed = [(price.DENSE, 2112, 14.0), (price.DENSE, 1216, 10.0), (price.SPARSE[0], 2112, 10.1)]
+    timed = pd.DataFrame(timed, columns=["provider", "intermediate_size", "p50"])
+    timed = timed.assign(model="85m", tokens=100)
+    times = {"inference": timed, "training": timed.replace({"p50": {10.1: 20.0}})}
+    table = price.worth(rows, times).dropna(subset="verdict").set_index("use")
+    assert table["verdict"].to_dict() == {"inference": inference, "training": training}
+    assert table["beside"].to_dict() == {"inference": 1216, "training": 2112}
+
+
 def test_the_plan_reads_the_text_once_with_paired_runs():
     commands = price.parts()
-    assert len(commands) == 19 and all(len(parts) == 2 for parts in commands.values())
+    assert len(commands) == 21 and all(len(parts) == 2 for parts in commands.values())
     configs = {}
     for name, (training, _) in commands.items():
         words = training.format(corpus="c", out="o").split()
