@@ -3,7 +3,7 @@
     python -m study.record price-85m-0-seed-0 ... --out DIR    trains the runs on a GPU
     python -m study.price RUN --out DIR                        evaluates a run's models
 
-`prices`, `verdicts` and `worth` analyse the rows of data/bench/price.csv.
+`prices` and `verdicts` analyse the rows of data/bench/price.csv, `worth` the runs.
 """
 
 import argparse
@@ -21,10 +21,11 @@ from study.analysis import holm
 from twell import corpus, results
 from twell.config import TrainConfig, cache_folder
 from twell.measure import providers
+from twell.tables import last_validation
 
 PLAN = yaml.safe_load(Path(__file__).with_name("price.yaml").read_text(encoding="utf-8"))
 PAIR = ["size", "text", "l1_coefficient", "tokens"]
-MODEL = ["model", "sparse", "neurons"]
+MODEL = ["model", "sparse", "intermediate_size"]
 DENSE = providers.DENSE_COMPILED.name
 SPARSE = providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name
 ALIKE = 2  # %: times that differ by at most this are equal
@@ -131,38 +132,40 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
     return table.assign(verdict=np.where(significant, signed, other))
 
 
-def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], level: float = 6e-4) -> pd.DataFrame:
+def worth(
+    runs: pd.DataFrame, log: pd.DataFrame, times: dict[str, pd.DataFrame], level: float = 6e-4
+) -> pd.DataFrame:
     """Return the dense and sparse models at the end of training, a row a use and model.
 
-    times: by use, such as "inference", `analysis.model_speedups` or `analysis.step_speedups` of one
-    device, number of tokens and activity. nanoseconds: of a token. cross_entropy: the mean of the
-    columns "seed N", seeds that all models of a size have. beside: the neurons of the dense model
-    whose time is nearest to the sparse one's. slower, change: time and cross-entropy of the sparse
-    model over it (%), least and most: the ends of change over the pairs of one seed. Sizes without
-    a narrower dense model are left out.
+    runs, log: of the plan. times: by use, such as "inference", `analysis.model_speedups` or
+    `step_speedups` of one device, number of tokens and activity. nanoseconds: of a token.
+    cross_entropy: of the last validation, the mean of the columns "seed N", seeds that all models
+    of a size have. beside: the neurons of the dense model whose time is nearest to the sparse
+    one's. slower, change: time and cross-entropy of the sparse model over it (%), least and most:
+    the ends of change over pairs of one seed. Sizes without a narrower dense model are left out.
     """
-    end = rows.query("text == 'new' and tokens == tokens.max() and l1_coefficient in [0, @level]")
-    end = end.assign(model=end["size"].str.partition(".")[0], sparse=end["l1_coefficient"] > 0)
+    end = runs[runs["complete"] & runs["l1_coefficient"].isin([0, level])].set_index("run")
+    last = last_validation(log).query("metric == 'cross_entropy'").set_index("run")["value"]
+    size = end.index.str.split("-").str[1].str.partition(".").get_level_values(0)
+    end = end.assign(cross_entropy=last, model=size, sparse=end["l1_coefficient"] > 0)
     timed = pd.concat(times, names=["use"]).reset_index("use")
     timed = timed[timed["provider"].isin([DENSE, *SPARSE])]
-    timed = timed.rename(columns={"intermediate_size": "neurons"})
     timed["sparse"] = timed["provider"] != DENSE
     timed["nanoseconds"] = 1e6 * timed["p50"] / timed["tokens"]
     end = end.merge(timed[["use", *MODEL, "nanoseconds"]], on=MODEL)
 
-    tables = []
-    index = ["use", *MODEL, "l1_coefficient", "nanoseconds"]
-    for _, runs in end.groupby(["use", "model"]):
-        losses = runs.pivot(index=index, columns="seed", values="cross_entropy").dropna(axis=1)
+    tables, index = [], ["use", *MODEL, "l1_coefficient", "nanoseconds"]
+    for _, some in end.groupby(["use", "model"]):
+        losses = some.pivot(index=index, columns="seed", values="cross_entropy").dropna(axis=1)
         table = losses.add_prefix("seed ").assign(cross_entropy=losses.mean(axis=1)).reset_index()
         sparse, dense = (table[table["sparse"] == kind] for kind in (True, False))
-        if sparse.empty or dense["neurons"].nunique() < 2:
+        if sparse.empty or dense["intermediate_size"].nunique() < 2:
             continue
         (one,) = sparse.index
         slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
         other = slower.abs().idxmin()
         change = 100 * (losses.iloc[one] / losses.iloc[other] - 1)
-        row = {"beside": table.loc[other, "neurons"], "slower": slower[other]}
+        row = {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
         row |= {"change": change.mean(), "least": change.min(), "most": change.max()}
         ahead = row["most"] < 0 and row["slower"] <= ALIKE
         behind = row["least"] > 0 and row["slower"] >= -ALIKE

@@ -271,9 +271,9 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
             ax.plot(time, models.filter(like="seed "), "_", color=colour, markersize=10, mew=0.8)
             for row in models.itertuples():
                 level = f"L1 = {analysis.level_name(row.l1_coefficient)}"
-                name, ink = (level, colour) if sparse else (f"{row.neurons:,} neurons", "0.35")
+                name, ink = (level, colour) if sparse else (f"{row.intermediate_size:,} neurons", "0.35")
                 place = row.nanoseconds, row.cross_entropy
-                base.note(ax, name, place, (7, 3), color=ink, **base.HALO)
+                base.note(ax, name, place, (8, 8 if sparse else -2), color=ink, **base.HALO)
                 if sparse:
                     ax.axvline(row.nanoseconds, **_PRICE, zorder=0)
         ax.margins(0.15)

@@ -118,7 +118,7 @@ def test_both_servers_are_timed_in_turns(vllm, tmp_path, kind):
         ("chance", 0.1, 2, "is wrong", 2),
         ("chance", float("nan"), 2, "is wrong", 2),
         ("error", KeyboardInterrupt("enough"), 130, "enough", 2),
-        ("program", EXIT, 2, "no such model", 1),
+        ("program", EXIT, 2, "no such model", 2),
         ("package", None, 2, r"pip install -e '\.\[vllm\]'", 0),
         ("given", [str(results.root() / "data/checkpoints/twell-6m")], 2, "twell.tune", 0),
     ],

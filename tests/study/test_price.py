@@ -14,8 +14,6 @@ from twell import results
 from twell.config import TrainConfig
 from twell.train import train
 
-OPEN = "cannot be told"
-
 
 def test_a_run_is_evaluated_at_each_of_its_points(tiny_config, tiny_text, tmp_path, monkeypatch):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
@@ -69,21 +67,23 @@ def test_prices_and_verdicts_follow_the_plan(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("losses", "inference", "training"),
-    [((2.7, 2.8), "ahead", OPEN), ((2.9, 3.2), OPEN, "behind"), ((3.1, 3.2), "behind", "behind")],
+    ("losses", "expected"),
+    [((2.7, 2.8), "ahead, cannot be told"), ((2.9, 3.2), "cannot be told, behind")],
 )
-def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, inference, training):
-    models = {(0.0, 2112): (2.8, 2.9), (0.0, 1216): (3.0, 3.1), (6e-4, 2112): losses}
-    rows = [(*key, *pair) for key, values in models.items() for pair in enumerate(values)]
-    rows = pd.DataFrame(rows, columns=["l1_coefficient", "neurons", "seed", "cross_entropy"])
-    rows = rows.assign(size="85m", text="new", tokens=221)
-    rows.loc[rows["neurons"] == 1216, "size"] = "85m.1216"
+def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, expected):
+    models = {"85m-0": (2.8, 2.9), "85m.1216-0": (3.0, 3.1), "85m-6e-4": losses}
+    rows = [(name, *pair) for name, values in models.items() for pair in enumerate(values)]
+    rows = pd.DataFrame(rows, columns=["run", "seed", "value"]).assign(complete=True)
+    rows["l1_coefficient"] = 6e-4 * rows["run"].str.endswith("6e-4")
+    rows["intermediate_size"] = 2112 - 896 * rows["run"].str.contains("1216")
+    rows["run"] = "price-" + rows["run"] + rows["seed"].map("-seed-{}".format)
+    log = rows.assign(split="valid", step=1, metric="cross_entropy")
     timed = [(price.DENSE, 2112, 14.0), (price.DENSE, 1216, 10.0), (price.SPARSE[0], 2112, 10.1)]
     timed = pd.DataFrame(timed, columns=["provider", "intermediate_size", "p50"])
     timed = timed.assign(model="85m", tokens=100)
     times = {"inference": timed, "training": timed.replace({"p50": {10.1: 20.0}})}
-    table = price.worth(rows, times).dropna(subset="verdict").set_index("use")
-    assert table["verdict"].to_dict() == {"inference": inference, "training": training}
+    table = price.worth(rows, log, times).dropna(subset="verdict").set_index("use")
+    assert ", ".join(table["verdict"][["inference", "training"]]) == expected
     assert table["beside"].to_dict() == {"inference": 1216, "training": 2112}
 
 
