@@ -119,8 +119,10 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
     for size, runs in some.groupby("size"):
         by_seed = runs.pivot(index="seed", columns="tokens", values="price").dropna()
         change = by_seed.iloc[:, -1] - by_seed.iloc[:, 0]
-        mean, low, high = interval(change)
-        p = float(scipy.stats.ttest_1samp(change, 0).pvalue) if len(change) > 1 else np.nan
+        mean, low, high, p = change.mean(), np.nan, np.nan, np.nan
+        if len(change) >= PLAN["pairs"]:
+            _, low, high = interval(change)
+            p = float(scipy.stats.ttest_1samp(change, 0).pvalue)
         _, _, end = interval(by_seed.iloc[:, -1])
         row = {"size": size, "change": mean, "low": low, "high": high, "p": p}
         table.append(row | {"seeds": len(change), "small": bool(end < PLAN["margin"])})
@@ -139,10 +141,10 @@ def worth(
 
     runs, log: of the plan. times: by use, such as "inference", `analysis.model_speedups` or
     `step_speedups` of one device, number of tokens and activity. nanoseconds: of a token.
-    cross_entropy: of the last validation, the mean of the columns "seed N", seeds that all models
-    of a size have. beside: the neurons of the dense model whose time is nearest to the sparse
-    one's. slower, change: time and cross-entropy of the sparse model over it (%), least and most:
-    the ends of change over pairs of one seed. Sizes without a narrower dense model are left out.
+    cross_entropy: of the last validation, the mean over seeds that all models of a size have.
+    beside: the neurons of the dense model whose time is nearest to the sparse one's. slower: time
+    of the sparse model over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of
+    one seed. Sizes without a narrower dense model are left out.
     """
     end = runs[runs["complete"] & runs["l1_coefficient"].isin([0, level])].set_index("run")
     last = last_validation(log).query("metric == 'cross_entropy'").set_index("run")["value"]
@@ -156,19 +158,20 @@ def worth(
 
     tables, index = [], ["use", *MODEL, "l1_coefficient", "nanoseconds"]
     for _, some in end.groupby(["use", "model"]):
-        losses = some.pivot(index=index, columns="seed", values="cross_entropy").dropna(axis=1)
-        table = losses.add_prefix("seed ").assign(cross_entropy=losses.mean(axis=1)).reset_index()
+        losses = some.pivot(index=index, columns="seed", values="cross_entropy")
+        means = losses.dropna(axis=1).mean(axis=1)
+        table = losses.add_prefix("seed ").assign(cross_entropy=means).reset_index()
         sparse, dense = (table[table["sparse"] == kind] for kind in (True, False))
         if sparse.empty or dense["intermediate_size"].nunique() < 2:
             continue
         (one,) = sparse.index
         slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
         other = slower.abs().idxmin()
-        change = 100 * (losses.iloc[one] / losses.iloc[other] - 1)
-        row = {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
-        row |= {"change": change.mean(), "least": change.min(), "most": change.max()}
-        ahead = row["most"] < 0 and row["slower"] <= ALIKE
-        behind = row["least"] > 0 and row["slower"] >= -ALIKE
+        change = (100 * (losses.iloc[one] / losses.iloc[other] - 1)).dropna()
+        row = change.agg(["count", "mean", "min", "max"]).to_dict()
+        row |= {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
+        ahead = row["max"] < 0 and row["slower"] <= ALIKE
+        behind = row["min"] > 0 and row["slower"] >= -ALIKE
         row["verdict"] = "ahead" if ahead else "behind" if behind else "cannot be told"
         tables.append(table.join(pd.DataFrame(row, sparse.index)))
     return pd.concat(tables or [pd.DataFrame()], ignore_index=True)

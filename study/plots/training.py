@@ -271,23 +271,20 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
             ax.plot(time, models.filter(like="seed "), "_", color=colour, markersize=10, mew=0.8)
             for row in models.itertuples():
                 level = f"L1 = {analysis.level_name(row.l1_coefficient)}"
-                name, ink = (level, colour) if sparse else (f"{row.intermediate_size:,} neurons", "0.35")
+                name = level if sparse else f"{row.intermediate_size:,} neurons"
                 place = row.nanoseconds, row.cross_entropy
-                base.note(ax, name, place, (8, 8 if sparse else -2), color=ink, **base.HALO)
-                if sparse:
-                    ax.axvline(row.nanoseconds, **_PRICE, zorder=0)
+                base.note(ax, name, place, (8, 8 if sparse else -2), **base.HALO)
         ax.margins(0.15)
         left, right = ax.get_xlim()
-        ax.set_xlim(left, right + 0.4 * (right - left))  # for the names
+        ax.set(xlabel=label, xlim=(left, right + 0.4 * (right - left)))  # for the names
         ax.xaxis.set_major_locator(MaxNLocator(4))
         ax.set_title(use, loc="left")
-        ax.set_xlabel(label)
     axes[0].set_ylabel("cross-entropy (nats)")
     base.caption(
         figure,
         base.sentence(about),
-        "Grey: dense models, by their neurons. Blue: the sparse model; dashed: its time.",
-        "Points are means over seeds, thin marks single seeds.",
+        "Grey: dense models, by their neurons. Blue: the sparse model.",
+        "Points are means over the seeds that all have, thin marks single seeds.",
     )
     return figure
 
