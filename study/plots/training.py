@@ -284,7 +284,7 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
         figure,
         base.sentence(about),
         "Grey: dense models, by their neurons. Blue: the sparse model.",
-        "Points are means over the seeds that all have, thin marks single seeds.",
+        "Points are means of the seeds that all have, thin marks single seeds.",
     )
     return figure
 
