@@ -88,7 +88,7 @@ def test_a_long_trace_is_shown_in_parts(monkeypatch):
 
 
 def test_typed_text_is_run(model, pair):
-    widget = twell.inspect(model, "ba de fun", token=2, neuron=5, layer=1)
+    widget = twell.inspect(model, ("ba", "ba de fun"), token=2, side=1, neuron=5, layer=1)
     widget.texts = ["de"]
     expected = trace.trace_text(*pair, "de")
     assert np.array_equal(widget.trace.values, expected.values)

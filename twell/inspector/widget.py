@@ -64,8 +64,8 @@ class Inspector(anywidget.AnyWidget):
         self.sides = list(sides)
         self.catalogs = [Catalog(side) for side in sides]
         self.on_msg(self._asked)
-        for name, value in view.items():
-            setattr(self, name, value)
+        for name in sorted(view, key=[*VIEW].index):  # a token is one of the side before it
+            setattr(self, name, view[name])
 
     def __repr__(self) -> str:
         lengths = (f"{side.name}: {side.trace.num_tokens} tokens" for side in self.sides)
