@@ -1,4 +1,4 @@
-"""Draw figures/inspector*.png, the questions of docs/inspector.md: python -m scripts.screenshot MODEL"""
+"""Draw figures/inspector.png, a question of docs/inspector.md: python -m scripts.screenshot MODEL"""
 
 import io
 import sys
@@ -21,32 +21,22 @@ PASSAGE = (
     "tire, we will never fail."
 )
 
-# The questions of docs/inspector.md: file names, and addresses of a page.
-ASKED = "finding=yes&where=selected"
-SILENT = "layer=1&neuron=587&colour=effect"
-QUESTIONS = {
-    "inspector": f"{ASKED}&selected=digits&layer=1&neuron=587&colour=neuron",
-    "inspector_starts": f"{ASKED}&selected=sentence%20start&layer=0&neuron=357&colour=neuron",
-    "inspector_silenced": f"{ASKED}&selected=digits%20after%20digits&{SILENT}",
-    "inspector_effects": "token=95",
-}
+# The address of a page that asks for the neuron of numbers.
+QUESTION = "finding=yes&where=selected&selected=digits&layer=1&neuron=587&colour=neuron"
 
 
 def main(model: str) -> None:
     sides = inspector.sides(model, PASSAGE)
-    inspector.silence_each(sides[0], 200)
     path = results.root() / "build" / "inspector.html"
     results.write_atomically(path, inspector.page(sides))
     with chromium() as browser:
-        for name, address in QUESTIONS.items():
-            tab = browser.new_page(viewport={"width": 1180, "height": 880}, color_scheme="light")
-            tab.goto(f"{path.as_uri()}#{address}")
-            tab.wait_for_selector(".tw-card")
-            tab.wait_for_timeout(2000)  # every chunk is there
-            part = tab.locator(".tw-effects") if name == "inspector_effects" else tab
-            image = Image.open(io.BytesIO(part.screenshot())).convert("RGB")
-            few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-            few.save(results.root() / "figures" / f"{name}.png", optimize=True)
+        tab = browser.new_page(viewport={"width": 1180, "height": 880}, color_scheme="light")
+        tab.goto(f"{path.as_uri()}#{QUESTION}")
+        tab.wait_for_selector(".tw-card")
+        tab.wait_for_timeout(2000)  # every chunk is there
+        image = Image.open(io.BytesIO(tab.screenshot())).convert("RGB")
+    few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(results.root() / "figures" / "inspector.png", optimize=True)
 
 
 if __name__ == "__main__":

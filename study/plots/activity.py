@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
@@ -38,12 +39,59 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     return figure
 
 
-def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> Figure:
-    """Draw the tokens of lowest and of highest mean activity (`analysis.per_token`)."""
-    lowest, highest = table.head(num_tokens), table.iloc[num_tokens:].tail(num_tokens)
-    both = pd.concat([lowest, highest])
-    figure, ax = base.panel(base.COLUMN, 1.0 + 0.19 * len(both))
-    y = np.arange(len(both))
+_RANGE = 1.25
+
+
+def fig07_tokens(
+    tokens: pd.DataFrame,
+    positions: pd.DataFrame,
+    passage: pd.DataFrame,
+    num_tokens: int = 6,
+    columns: int = 96,
+    about: str = "",
+) -> Figure:
+    """Draw activity by token and by position, and a passage (Fig. 7).
+
+    tokens, positions, passage: `analysis.per_token`, `by_position` and `passage`. num_tokens: of
+    the lowest, and of the highest. columns: characters of a line of the passage.
+    """
+    places, lines = typeset(passage["token"], columns)
+    heights = 1.2 + 0.3 * num_tokens, LINE * lines + 0.75
+    figure = base.empty(PAGE, sum(heights))
+    above, below = figure.subfigures(2, 1, height_ratios=heights)
+    left, right = above.subplots(1, 2)
+    _tokens(left, tokens.head(num_tokens), tokens.iloc[num_tokens:].tail(num_tokens))
+
+    position, active = positions["position"] + 1, positions["mean_active"]
+    active = active.clip(lower=base.ACTIVE_FLOOR)
+    right.plot(position, active, color=base.SPARSE, alpha=0.3, linewidth=0.8)
+    ranges = (np.log(position) / np.log(_RANGE)).astype(int)
+    means = pd.DataFrame({"x": np.log(position), "y": active}).groupby(ranges).mean()
+    right.plot(np.exp(means["x"]), means["y"], "o-", color=base.SPARSE, markersize=3)
+    right.set(xlabel="position in the sequence (the first is 1)", ylabel="active neurons per token")
+    right.set(xscale="log", yscale="log")
+    base.plain(right.xaxis, right.yaxis)
+
+    # A log scale has no zero: silent tokens get the colour of the least active ones.
+    positive, text = passage.loc[passage["active"] > 0, "active"], below.subplots()
+    active = passage["active"].clip(lower=base.ACTIVE_FLOOR if positive.empty else positive.min())
+    low, high = active.quantile([0.02, 0.98])
+    norm, colours = LogNorm(low, max(high, 1.001 * low), clip=True), inspector_colours()
+    write_tokens(text, places, lines, [colours(norm(value)) for value in active], columns)
+    label = "active neurons per token, mean over layers (⏎: end of a line)"
+    text_scale(below, text, norm, colours, "bottom", label, "both")
+    base.caption(
+        figure,
+        base.sentence(about),
+        "Right: points are means over ranges of positions, the thin line single positions.",
+        "Below: the scale spans the middle 96% of the tokens.",
+    )
+    return figure
+
+
+def _tokens(ax: Axes, lowest: pd.DataFrame, highest: pd.DataFrame) -> None:
+    """Draw a bar a token, in two groups."""
+    both, y = pd.concat([lowest, highest]), np.arange(len(lowest) + len(highest))
     y = y + 1.2 * (y >= len(lowest))  # a gap between the two groups
     ax.barh(y, both["mean_active"], 0.75, color=base.SPARSE)
     base.row_names(ax, y, [visible(token)[:16] for token in both["token"]])
@@ -57,51 +105,6 @@ def fig07a_tokens(table: pd.DataFrame, num_tokens: int = 6, about: str = "") -> 
     # Notes stand beyond the axes: the layout leaves them as much as they need.
     ax.set_xlim(0, 1.02 * both["mean_active"].max())
     ax.set_xlabel("active neurons per token\n(mean over its n occurrences and all layers)")
-    base.caption(figure, base.sentence(about))
-    return figure
-
-
-def fig07b_positions(table: pd.DataFrame, about: str = "") -> Figure:
-    """Draw mean activity against position in the sequence, log-log (`analysis.by_position`).
-
-    The strong line has means over ranges of positions that grow by a factor of _RANGE.
-    """
-    figure, ax = base.panel(base.COLUMN, 2.5)
-    position, active = table["position"] + 1, table["mean_active"].clip(lower=base.ACTIVE_FLOOR)
-    ax.plot(position, active, color=base.SPARSE, alpha=0.3, linewidth=0.8)
-    ranges = (np.log(position) / np.log(_RANGE)).astype(int)
-    means = pd.DataFrame({"x": np.log(position), "y": active}).groupby(ranges).mean()
-    ax.plot(np.exp(means["x"]), means["y"], "o-", color=base.SPARSE, markersize=3)
-    ax.set(xscale="log", yscale="log")
-    ax.set(xlabel="position in the sequence (the first is 1)", ylabel="active neurons per token")
-    base.plain(ax.xaxis, ax.yaxis)
-    means = "Points are means over ranges of positions, the thin line single positions."
-    base.caption(figure, base.sentence(about), means)
-    return figure
-
-
-_RANGE = 1.25
-
-
-def fig_passage(table: pd.DataFrame, columns: int = 96, about: str = "") -> Figure:
-    """Draw a passage (`analysis.passage`), each token coloured by its active neurons.
-
-    columns: characters a line.
-    """
-    colours = inspector_colours()
-    # A log scale has no zero: silent tokens get the colour of the least active ones.
-    positive = table.loc[table["active"] > 0, "active"]
-    active = table["active"].clip(lower=base.ACTIVE_FLOOR if positive.empty else positive.min())
-    low, high = active.quantile([0.02, 0.98])
-    norm = LogNorm(low, max(high, 1.001 * low), clip=True)
-    places, lines = typeset(table["token"], columns)
-    figure, ax = base.panel(PAGE, LINE * lines + 0.75)
-    write_tokens(ax, places, lines, [colours(norm(value)) for value in active], columns)
-    label = "active neurons per token, mean over layers (⏎: end of a line)"
-    text_scale(figure, ax, norm, colours, "bottom", label, "both")
-    scale = "The scale spans the middle 96% of the tokens."
-    base.caption(figure, base.sentence(about), scale)
-    return figure
 
 
 def number_neurons(
