@@ -27,6 +27,7 @@ QUESTION = "finding=yes&where=selected&selected=digits&layer=1&neuron=587&colour
 
 def main(model: str) -> None:
     sides = inspector.sides(model, PASSAGE)
+    inspector.silence_each(sides[0], 200)
     path = results.root() / "build" / "inspector.html"
     results.write_atomically(path, inspector.page(sides))
     with chromium() as browser:
