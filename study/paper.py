@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 import yaml
 
-from study import analysis
+from study import analysis, price
 from study.analysis import contrast, noise_limit
 from twell import results
 from twell.measure import providers
@@ -24,7 +24,7 @@ from twell.tables import NEAR_CHANCE, evaluations, level_name, logged_layers
 from twell.trace import Trace
 
 LOSS, ACTIVE, DEAD = analysis.QUANTITIES
-LEVEL, LOWER = 6e-4, 1.5e-4  # L1; LEVEL stands for the paper's 2e-5
+LEVEL = 6e-4  # of L1; it stands for the paper's 2e-5
 SETTING = "85m-50m-l1-6e-4"
 AT_LEVEL = "85m-*m-l1-6e-4-seed-* depth-*-l1-6e-4-seed-* 171m-30m-1-gpu flagship-half "
 AT_LEVEL += "flagship-triton flagship-*m-l1-6e-4"
@@ -189,7 +189,6 @@ def sweep(data: Recorded) -> Iterator[Row]:
     more = analysis.sweep(*data.runs("85m-100m-*"))
     seeds = pd.concat([data.choices, more.assign(choice="longer")], ignore_index=True)
     table = outcomes(analysis.levels(analysis.sweep(recipe, log)), seeds)
-    twice = outcomes(analysis.levels(more), seeds)
     dense, best, last = table.loc[0.0], table.loc[LEVEL], table.iloc[-1]
     lower, beyond = table.loc[1e-9 : LEVEL - 1e-9], table.loc[LEVEL + 1e-9 :].iloc[0]
 
@@ -207,13 +206,17 @@ def sweep(data: Recorded) -> Iterator[Row]:
     verdict = close(fall, without / with_l1, limit)
     yield row("fall", f"{fall:.1f} times", verdict, f"{limit:.1f}", best.runs)
 
-    for name, level in (
-        ("price", best),
-        ("price_on_more_tokens", twice.loc[LEVEL]),
-        ("price_on_more_tokens_lower", twice.loc[LOWER]),
-    ):
-        verdict = at_most(2, level.price, level.price_limit)
-        yield row(name, f"{level.price:+.1f}%", verdict, f"{level.price_limit:.1f}", level.runs)
+    verdict = at_most(2, best.price, best.price_limit)
+    yield row("price", f"{best.price:+.1f}%", verdict, f"{best.price_limit:.1f}", best.runs)
+    once = price.pairs(pd.read_csv(data.folder / "bench" / "price.csv"))
+    once = once.query("size == '85m' and text == 'new' and l1_coefficient == @LEVEL")
+    once = once[once["tokens"] == once["tokens"].max()]
+    share, low, _ = price.interval(100 * (1 - once["active"] / once["neurons"]))
+    verdict, note = more_than(99, share, share - low), f"{once['active'].mean():.1f} active"
+    yield row("inactive_once", f"{share:.2f}%", verdict, f"{share - low:.2f}", len(once), note)
+    rise, low, _ = price.interval(once["price"])
+    verdict = at_most(2, rise, rise - low)
+    yield row("price_once", f"{rise:+.1f}%", verdict, f"{rise - low:.1f}", len(once))
     limit, seeds_of_each = lower["price_limit"].max(), lower["runs"].min()
     text, verdict = f"{ends(lower['price'], '+.1f')}%", at_most(2, lower["price"].max(), limit)
     yield row("price_of_lower_levels", text, verdict, f"{limit:.1f}", seeds_of_each)
@@ -245,9 +248,8 @@ def sweep(data: Recorded) -> Iterator[Row]:
     text = f"{ends(shares, '.0f')}% of {curves['step'].max():,} steps"
     verdict = judge(max(shares) <= 10, False, max(shares) < 50)
     yield row("settles", text, verdict, seeds=len(shares))
-    for name, level in (("dead", best), ("dead_on_more_tokens", twice.loc[LEVEL])):
-        verdict = more_than(30, level.dead, level.dead_limit)
-        yield row(name, f"{level.dead:.0f}%", verdict, f"{level.dead_limit:.0f}", level.runs)
+    verdict = more_than(30, best.dead, best.dead_limit)
+    yield row("dead", f"{best.dead:.0f}%", verdict, f"{best.dead_limit:.0f}", best.runs)
 
 
 def choices(data: Recorded) -> Iterator[Row]:
