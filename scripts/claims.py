@@ -24,8 +24,8 @@ def counts(table: pd.DataFrame) -> str:
     judged = [numbers.get(name, 0) for name in paper.JUDGED]
     words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
     words += f", {sum(judged[4:])} open (one run, or small models)"
-    beyond = f"{numbers['beyond the paper']} more (e.g. speeds) have no verdict: other algorithm or card"
-    return f"Of {sum(judged)} comparisons: {words}. {beyond}"
+    beyond = f"{numbers['beyond the paper']} more (e.g. speeds) have no verdict"
+    return f"Of {sum(judged)} comparisons: {words}. {beyond}: other algorithm or card"
 
 
 def claims_page(table: pd.DataFrame, subjects: dict[str, dict]) -> str:
