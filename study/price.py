@@ -28,7 +28,6 @@ PAIR = ["size", "text", "l1_coefficient", "tokens"]
 MODEL = ["model", "sparse", "intermediate_size"]
 DENSE = providers.DENSE_COMPILED.name
 SPARSE = providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name
-ALIKE = 2  # %: times that differ by at most this are equal
 
 
 def parts() -> dict[str, list[str]]:
@@ -170,8 +169,8 @@ def worth(
         change = (100 * (losses.iloc[one] / losses.iloc[other] - 1)).dropna()
         row = change.agg(["count", "mean", "min", "max"]).to_dict()
         row |= {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
-        ahead = row["max"] < 0 and row["slower"] <= ALIKE
-        behind = row["min"] > 0 and row["slower"] >= -ALIKE
+        ahead = row["max"] < 0 and row["slower"] <= PLAN["alike"]
+        behind = row["min"] > 0 and row["slower"] >= -PLAN["alike"]
         row["verdict"] = "ahead" if ahead else "behind" if behind else "cannot be told"
         tables.append(table.join(pd.DataFrame(row, sparse.index)))
     return pd.concat(tables or [pd.DataFrame()], ignore_index=True)

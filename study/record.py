@@ -1,7 +1,7 @@
 """Measure on a GPU what data/ holds: python -m study.record [PART ...] --out DIR
 
 Without a part it lists those of MEASURED. A part is also a recorded run, which is then trained
-again, with other fields as in relufy-0.1:tokens=8e7,seed=1; patterns such as "85m-100m-*" work too.
+again, with other fields as in 85m-50m-l1-0-seed-0:tokens=8e7; patterns such as "85m-100m-*" work.
 Each GPU runs one part at a time, with a log in DIR/logs. The same command again skips finished
 parts and resumes trainings.
 Parts with Accelerate's launcher take all of --gpus, after the others. Trainings read ./corpus
@@ -20,6 +20,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import yaml
 
 from study import price
 from twell import results
@@ -95,7 +97,7 @@ def training(name: str) -> list[str]:
     kind = "train" if "train" in words else "relufy"
     subject = words[words.index(kind) + 1]
     if kind == "relufy":
-        config, _ = results.load_run(RECORDED / base)
+        config = yaml.safe_load((RECORDED / base / "config.yaml").read_text(encoding="utf-8"))
         if config.get("fit_tokens") or config.get("sampled_share"):
             raise ValueError(f"{base} has a fit or samples, which twell has no more; see its commit")
         subject = "{model}"

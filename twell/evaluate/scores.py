@@ -61,7 +61,8 @@ def run(
     paper's seven, and CommonsenseQA as cloze beside them), "held_out_continuation", or any task or
     group of lm-eval. data: a folder with a file of {"query", "choices", "gold"} a line for each
     task, in place of the hub's data sets. text: for held_out_continuation, see `held_out_texts`.
-    The other arguments are lm-eval's, but that batch_size is "auto" without one, and `twell.load`'s.
+    batch_size: of requests; by default 8 on a CPU, else as many as fit. The other arguments are
+    lm-eval's and `twell.load`'s.
 
     Returns a dict for `results.write_evaluation`; data/README.md lists its fields. Raises
     ValueError or FileNotFoundError for a wrong argument, for a file that is missing or malformed,
@@ -167,7 +168,8 @@ class LM(HFLM):
         backend: str | None = None,
         dtype: str | None = None,
     ):
-        largest = CPU_BATCH_SIZE if device.type == "cpu" else "auto"
+        if batch_size is None:
+            batch_size = CPU_BATCH_SIZE if device.type == "cpu" else "auto"
         in_fp8 = dtype == FP8
         kind = None if dtype is None else getattr(torch, "bfloat16" if in_fp8 else dtype)
         if _is_original(model):
@@ -186,7 +188,7 @@ class LM(HFLM):
         super().__init__(
             loaded.to(device),
             tokenizer=tokenizer,
-            batch_size=batch_size or largest,
+            batch_size=batch_size,
             max_batch_size=MAX_BATCH_SIZE,
             max_length=loaded.config.max_position_embeddings,
             softmax_dtype=torch.float32,
