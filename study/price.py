@@ -76,8 +76,9 @@ def evaluate_run(run: Path, folder: Path) -> list[dict]:
 
 def parameters(size: str) -> int:
     """Return the parameters in the layers of a size of the plan."""
-    fields = (field.split("=") for field in PLAN["sizes"][size].split())
-    width, neurons, layers, _ = (int(value) for _, value in fields)
+    fields = dict(field.split("=") for field in PLAN["sizes"][size].split())
+    names = "hidden_size", "intermediate_size", "num_layers"
+    width, neurons, layers = (int(fields[name]) for name in names)
     return layers * width * (4 * width + 3 * neurons)
 
 
@@ -117,6 +118,8 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
     table = []
     for size, runs in some.groupby("size"):
         by_seed = runs.pivot(index="seed", columns="tokens", values="price").dropna()
+        if by_seed.shape[1] < 2:
+            continue
         change = by_seed.iloc[:, -1] - by_seed.iloc[:, 0]
         mean, low, high, p = change.mean(), np.nan, np.nan, np.nan
         if len(change) >= PLAN["pairs"]:

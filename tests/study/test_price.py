@@ -89,7 +89,7 @@ def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, expec
 
 def test_the_plan_reads_the_text_once_with_paired_runs():
     commands = price.parts()
-    assert len(commands) == 21 and all(len(parts) == 2 for parts in commands.values())
+    assert len(commands) == 25 and all(len(parts) == 2 for parts in commands.values())
     configs = {}
     for name, (training, _) in commands.items():
         words = training.format(corpus="c", out="o").split()
@@ -97,5 +97,7 @@ def test_the_plan_reads_the_text_once_with_paired_runs():
         assert record.commands_of(name) == commands[name]
         assert configs[name].steps * configs[name].batch_tokens <= 221.09e6
     for name, config in configs.items():
-        pair = vars(configs[name.replace("1.5e-4", "0").replace("6e-4", "0")])
-        assert {key for key in pair if vars(config)[key] != pair[key]} <= {"l1_coefficient"}
+        size, seed = name.split("-")[1].partition(".")[0], name.rpartition("-")[2]
+        pair = vars(configs[f"price-{size}-0-seed-{seed}"])
+        differ = {key for key in pair if vars(config)[key] != pair[key]}
+        assert differ <= {"l1_coefficient", "intermediate_size"}
