@@ -87,6 +87,11 @@ def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
     return ordered[ordered["date"] == newest].sort_index()
 
 
+def of_one_commit(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the commit that has most of them."""
+    return rows[rows["commit"].isin(rows["commit"].mode()[:1])]
+
+
 def _beside_dense(
     rows: pd.DataFrame, case: list[str], compared: Sequence[str] = ()
 ) -> pd.DataFrame:

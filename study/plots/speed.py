@@ -91,12 +91,12 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     rows = table[table["provider"].isin(PROVIDERS)]
     sizes = sorted(rows["tokens"].unique(), reverse=True)
     patterns = sorted(table["pattern"].unique(), reverse=True)
-    shape = len(sizes), len(patterns)
+    shape = len(patterns), len(sizes)
     figure, axes = base.subplots(
-        base.PAGE, 0.9 + 1.6 * len(sizes), *shape, sharex=True, sharey=True
+        base.PAGE, 0.9 + 1.6 * len(patterns), *shape, sharex=True, sharey=True
     )
-    for tokens, panels in zip(sizes, axes, strict=True):
-        for pattern, ax in zip(patterns, panels, strict=True):
+    for pattern, panels in zip(patterns, axes, strict=True):
+        for tokens, ax in zip(sizes, panels, strict=True):
             some, marked = (
                 every[(every["tokens"] == tokens) & (every["pattern"] == pattern)]
                 for every in (rows, crossovers)
@@ -112,8 +112,7 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         ax.set_ylabel("speed over dense")
     figure.conditions = f"{_layer(table)}, forward"
     _speed_legend(figure, rows)
-    commits = f"Points are of {rows['commit'].nunique()} commits."
-    base.caption(figure, *map(_PATTERNS.get, patterns), _CROSSED, commits, base.measured())
+    base.caption(figure, *map(_PATTERNS.get, patterns), _CROSSED, base.measured())
     return figure
 
 
@@ -144,8 +143,7 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         ax.set_xlabel("active neurons per token")
     figure.conditions = f"{_layer(table)}, {tokens:,} tokens; forward and backward"
     _speed_legend(figure, rows)
-    terms = "Held: bytes that forward keeps for backward. "
-    terms += f"Points are of {rows['commit'].nunique()} commits."
+    terms = "Held: bytes that forward keeps for backward."
     base.caption(figure, *map(_PATTERNS.get, patterns), terms, _CROSSED, base.measured())
     return figure
 

@@ -89,7 +89,7 @@ def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, expec
 
 def test_the_plan_reads_the_text_once_with_paired_runs():
     commands = price.parts()
-    assert len(commands) == 26 and all(len(parts) == 2 for parts in commands.values())
+    assert len(commands) == 27 and all(len(parts) == 2 for parts in commands.values())
     configs = {}
     for name, (training, _) in commands.items():
         words = training.format(corpus="c", out="o").split()
