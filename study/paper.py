@@ -55,9 +55,8 @@ class Recorded:
         self.subjects: dict[str, dict[str, Any]] = yaml.safe_load(text)
         self.readme: list[dict[str, Any]] = self.subjects.pop("readme")
         self.paper = results.paper()
-        self.bench = analysis.Bench(
-            self.folder / "bench", ["ffn.csv", "model.csv", "train_step.csv"]
-        )
+        required = "ffn.csv", "model.csv", "train_step.csv"
+        self.bench = analysis.Bench(self.folder / "bench", required)
 
     @cached_property
     def every_run(self) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -3,9 +3,8 @@
 Without a part it lists those of MEASURED. A part is also a recorded run, which is then trained
 again, with other fields as in 85m-50m-l1-0-seed-0:tokens=8e7; patterns such as "85m-100m-*" work.
 Each GPU runs one part at a time, with a log in DIR/logs. The same command again skips finished
-parts and resumes trainings.
-Parts with Accelerate's launcher take all of --gpus, after the others. Trainings read ./corpus
-(scripts/corpus.py makes it).
+parts and resumes trainings. Parts with Accelerate's launcher take all of --gpus, after the others.
+Trainings read ./corpus (scripts/corpus.py makes it).
 """
 
 import argparse

@@ -91,18 +91,13 @@ def ffn_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     rows = table[table["provider"].isin(PROVIDERS)]
     sizes = sorted(rows["tokens"].unique(), reverse=True)
     patterns = sorted(table["pattern"].unique(), reverse=True)
-    shape = len(patterns), len(sizes)
-    figure, axes = base.subplots(
-        base.PAGE, 0.9 + 1.6 * len(patterns), *shape, sharex=True, sharey=True
-    )
+    size = base.PAGE, 0.9 + 1.6 * len(patterns)
+    figure, axes = base.subplots(*size, len(patterns), len(sizes), sharex=True, sharey=True)
     for pattern, panels in zip(patterns, axes, strict=True):
         for tokens, ax in zip(sizes, panels, strict=True):
-            some, marked = (
-                every[(every["tokens"] == tokens) & (every["pattern"] == pattern)]
-                for every in (rows, crossovers)
-            )
-            _speed_lines(ax, some, "active")
-            _mark_crossovers(ax, marked)
+            case = "tokens == @tokens and pattern == @pattern"
+            _speed_lines(ax, rows.query(case), "active")
+            _mark_crossovers(ax, crossovers.query(case))
             ax.set_xscale("log")
             ax.set_title(f"{pattern}, {tokens:,} tokens", loc="left")
     base.plain(axes[0, 0].xaxis)
@@ -129,9 +124,9 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
     size = base.PAGE, 0.9 + 1.75 * len(patterns)
     figure, axes = base.subplots(*size, len(patterns), 2, sharex=True, sharey="col")
     for pattern, (left, right) in zip(patterns, axes, strict=True):
-        some, marked = (every[every["pattern"] == pattern] for every in (rows, crossovers))
+        some = rows[rows["pattern"] == pattern]
         _speed_lines(left, some, "active")
-        _mark_crossovers(left, marked)
+        _mark_crossovers(left, crossovers[crossovers["pattern"] == pattern])
         _lines(right, some, "active", "held_share")
         right.axhline(100, **_BASELINE)
         left.set(xscale="log", ylabel="speed over dense")
@@ -143,8 +138,8 @@ def training_activity(table: pd.DataFrame, crossovers: pd.DataFrame) -> Figure:
         ax.set_xlabel("active neurons per token")
     figure.conditions = f"{_layer(table)}, {tokens:,} tokens; forward and backward"
     _speed_legend(figure, rows)
-    terms = "Held: bytes that forward keeps for backward."
-    base.caption(figure, *map(_PATTERNS.get, patterns), terms, _CROSSED, base.measured())
+    held = "Held: bytes that forward keeps for backward."
+    base.caption(figure, *map(_PATTERNS.get, patterns), held, _CROSSED, base.measured())
     return figure
 
 

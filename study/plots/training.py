@@ -227,9 +227,8 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
             base.note(ax, name, last, (4, -2), color=colour, **base.HALO)
             if ax is axes[2]:
                 continue
-            known = rows[rows["seeds"] > 2]
-            place = known["tokens"] / unit
-            ax.fill_between(place, known["low"], known["high"], color=colour, alpha=0.15, lw=0)
+            band = rows[rows["seeds"] > 2].assign(x=rows["tokens"] / unit)[["x", "low", "high"]]
+            ax.fill_between(*band.to_numpy().T, color=colour, alpha=0.15, lw=0)
             for _, one in pairs[pairs["size"] == size].groupby("seed"):
                 one = one.sort_values("tokens")
                 ax.plot(one["tokens"] / unit, one["price"], color=colour, lw=0.6, alpha=0.5)
