@@ -21,6 +21,7 @@ MODELS = {  # and the number of ranks
     "FP8": (2, lambda: make(**FORCED)),
     "dense": (1, lambda: make(hidden_act="relu2")),
     "waits for Python": (1, lambda: make(**TUNED)),
+    "enforce-eager": (1, lambda: make(**TUNED)),
     "llama": (2, lambda: stock("llama", **TUNED)),
     "qwen3": (2, lambda: stock("qwen3", **TUNED)),
     "SiLU": (1, lambda: stock("mistral", "silu", sliding_window=None)),
@@ -40,7 +41,7 @@ def load(monkeypatch, tmp_path):
         model = config.ModelConfig(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
         options = {"device_config": config.DeviceConfig("cpu"), "compilation_config": PLAIN}
         options = config.VllmConfig(model_config=model, **options)
-        options.compilation_config.max_cudagraph_capture_size = 256
+        options.compilation_config.max_cudagraph_capture_size = load.captured
         with config.set_current_vllm_config(options):
             if not distributed.model_parallel_is_initialized():
                 distributed.init_distributed_environment(1, 0, f"file://{tmp_path}/init", 0, "gloo")
@@ -52,6 +53,7 @@ def load(monkeypatch, tmp_path):
         load.ends = options.compilation_config.compile_ranges_endpoints
         return model
 
+    load.captured = 256
     serve.register()
     for module in (serve.llama, serve.qwen3):
         monkeypatch.setattr(module, "Attention", lambda *_, **__: torch.nn.Identity())
@@ -62,8 +64,9 @@ def load(monkeypatch, tmp_path):
 @torch.inference_mode()
 def test_layers_compute_as_in_transformers(name, load, tmp_path, monkeypatch):
     ranks, create = MODELS[name]
-    waiting = {"waits for Python": 10**12, "tuned": 800 * 32 * 42}.get(name, 0)
-    monkeypatch.setattr("twell.serve.WAITING", waiting)
+    load.captured *= name != "enforce-eager"
+    waiting = {"tuned": 800 * 32 * 42, "waits for Python": 10**12, "enforce-eager": 10**7}
+    monkeypatch.setattr("twell.serve.WAITING", waiting.get(name, 0))
     with torch.inference_mode(False):
         expected = create().bfloat16().eval().requires_grad_(False)
         for parameter in expected.parameters():
@@ -75,7 +78,7 @@ def test_layers_compute_as_in_transformers(name, load, tmp_path, monkeypatch):
     torch.compiler.reset()
     mlps = [load(rank, ranks).model.layers[1].mlp for rank in range(ranks)]
     sparse = [getattr(mlp, "paths", None) is not None for mlp in mlps]
-    assert sparse == [name not in ("dense", "SiLU")] * ranks
+    assert sparse == [name not in ("dense", "enforce-eager", "SiLU")] * ranks
     traced = [torch.compile(mlp, fullgraph=True, dynamic=True, backend="eager") for mlp in mlps]
     assert load.ends == {"tuned": [256, 800], "waits for Python": [256]}.get(name, []) + [2048]
     for number in (3, 600):

@@ -132,8 +132,8 @@ class SparseMLP(nn.Module):
         self.paths: dict[str, Any] | None = None  # options of planned_ffn
         self.turns: set[int] = set()  # numbers of tokens above which plain code begins or ends
 
-    def plan(self, config: Any, layer: int, folder: Path, captured: int) -> None:
-        """Choose the paths by number of tokens, with CUDA graphs of up to `captured` tokens."""
+    def plan(self, config: Any, layer: int, folder: Path, captured: int, longest: int) -> None:
+        """Choose the paths of passes of up to `longest` tokens; up to `captured` by CUDA graphs."""
         down, backend = self.down_proj, getattr(config, "ffn_backend", "auto")
         methods = {type(self.gate_up_proj.quant_method), type(down.quant_method)}
         size, shards = down.input_size_per_partition, down.tp_size
@@ -157,7 +157,7 @@ class SparseMLP(nn.Module):
                 chooser.freeze({int(tokens): (active / shards, union / shards)})
             ours = {n: chooser.path(n, GRAPH if n <= captured else COMPILED) for n in most}
             paths = ["dense" if captured < n <= waiting else ours[n] for n in most]
-        if set(paths) != {"dense"}:
+        if {*paths[: place(longest, most) + 1]} != {"dense"}:
             self.paths = {"most": most, "paths": paths, "code": CODE}
             plain = [path == "dense" and n > captured for n, path in zip(most, paths, strict=True)]
             changes = zip(most, plain, plain[1:], strict=False)
@@ -195,19 +195,20 @@ class Sparse:
         folder = Path(vllm_config.model_config.model)
         compilation, turns = vllm_config.compilation_config, set()
         captured = compilation.max_cudagraph_capture_size or 0
+        longest = vllm_config.scheduler_config.max_num_batched_tokens
         config.ffn_paths = []  # vLLM's cache of compiled code goes by the configuration
         for layer, block in enumerate(self.model.layers):
             if hasattr(block, "mlp"):  # the others are of another stage of a pipeline
                 block.mlp = SparseMLP(block.mlp, config)
                 if vllm_config.lora_config is None:  # LoRA replaces the projections
-                    block.mlp.plan(config, layer, folder, captured)
+                    block.mlp.plan(config, layer, folder, captured, longest)
                 config.ffn_paths.append(block.mlp.paths)
                 turns |= block.mlp.turns
         if ends := compilation.compile_ranges_endpoints:
             turns = {turn for turn in turns if turn < ends[-1]}
             compilation.compile_ranges_endpoints = sorted({*ends, *turns})
         if not any(config.ffn_paths):
-            why = "by ffn_backend, by 'auto', or for want of a GPU, bf16 or fp16, or twell.tune"
+            why = "by ffn_backend, LoRA, a quantisation or 'auto', or without CUDA graphs or twell.tune"
             init_logger("vllm.twell").warning("the feed-forward layers compute densely: %s", why)
 
 

@@ -143,7 +143,7 @@ def inspect(
 
     from twell import results
 
-    name = Path(what).stem if traced else results.model_name(what)
+    name = f"{Path(what).stem}-trace" if traced else results.model_name(what)
     out = out or BUILD / "inspect" / f"{name}.html"
     prepare_out(out, ".html")
 
