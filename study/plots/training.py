@@ -227,10 +227,11 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
             base.note(ax, name, last, (4, -2), color=colour, **base.HALO)
             if ax is axes[2]:
                 continue
-            band = rows[rows["seeds"] > 2].assign(x=rows["tokens"] / unit)[["x", "low", "high"]]
-            ax.fill_between(*band.to_numpy().T, color=colour, alpha=0.15, lw=0)
-            for _, one in pairs[pairs["size"] == size].groupby("seed"):
-                one = one.sort_values("tokens")
+            if ax is axes[1]:
+                band = rows[rows["seeds"] > 2].assign(x=rows["tokens"] / unit)[["x", "low", "high"]]
+                ax.fill_between(*band.to_numpy().T, color=colour, alpha=0.15, lw=0)
+                continue
+            for _, one in pairs[pairs["size"] == size].sort_values("tokens").groupby("seed"):
                 ax.plot(one["tokens"] / unit, one["price"], color=colour, lw=0.6, alpha=0.5)
     for ax in axes[:2]:
         ax.axhline(0, color="black", linewidth=0.8)
@@ -247,8 +248,7 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
         figure,
         base.sentence(about),
         f"Dashed: the paper's limit of {limit:g}%, and its {_PAPER_RATIO} tokens a parameter.",
-        "Parameters are those in layers. Thin lines are pairs of runs with one seed.",
-        "Bands, of three pairs, are 95% intervals." if (table["seeds"] > 2).any() else "",
+        "Parameters are those in layers. Thin lines: pairs of runs. Bands: 95%, of three pairs.",
     )
     return figure
 
