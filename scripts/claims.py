@@ -10,9 +10,10 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 BY_ALGORITHM = (
-    "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Skewed*: tokens share neurons; "
-    "a block uses 0 to 20% fewer than in trained models or the 0.5B and 2B; *even*: all equally "
-    "likely.\nThe authors' release was [measured outside this repository](data/README.md#releasecsv) "
+    "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Skewed*: tokens share neurons, "
+    "so a block uses 0 to 20% fewer different ones than in trained models and rows 1, 2; *even*: all "
+    "equally likely.\nThe authors' release was [measured outside this repository]"
+    "(data/README.md#releasecsv) "
     "on two days; the first day's value is in brackets.\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
 )

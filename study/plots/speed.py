@@ -180,13 +180,13 @@ def ffn_tokens(table: pd.DataFrame, active: float) -> Figure:
 
 
 def cards(table: pd.DataFrame) -> Figure:
-    """Draw speed-up over dense against tokens on several cards, a panel a layer (Fig. 12).
+    """Draw speed-up over dense against tokens on several cards, a panel a level (Fig. 12).
 
-    table: `analysis.fastest` of sparse sides, one level of activity a layer.
+    table: `analysis.speedups` of one layer by "auto". level: the title of a panel.
     """
-    shapes = [*table.groupby(["hidden_size", "intermediate_size", "gated"])]
-    figure, (row,) = base.subplots(base.PAGE, 2.3, 1, len(shapes), sharey=True)
-    for ((width, neurons, gated), layer), ax in zip(shapes, row, strict=True):
+    levels = [*table.groupby("level", observed=True)]
+    figure, (row,) = base.subplots(base.PAGE, 2.3, 1, len(levels), sharey=True)
+    for (level, layer), ax in zip(levels, row, strict=True):
         for (device, rows), dashes in zip(layer.groupby("device"), ("-", "--"), strict=False):
             rows, face = rows.sort_values("tokens"), base.SPARSE if dashes == "-" else "white"
             look = {"color": base.SPARSE, "linestyle": dashes, "marker": "o", "mfc": face}
@@ -195,20 +195,15 @@ def cards(table: pd.DataFrame) -> Figure:
             ends = rows["speedup_low"], rows["speedup_high"]
             base.bars(ax, rows["tokens"], rows["speedup"], *ends, base.SPARSE)
         ax.axhline(1, **_BASELINE)
-        ax.set(xscale="log", xlabel="tokens in the call")
-        ax.set_xticks(tokens := sorted(layer["tokens"].unique()), [_short(n) for n in tokens])
+        ax.set(xscale="log", xlabel="tokens in the call", ylim=(0, None))
+        ax.set_xticks(ticks := [1, 64, 2048, 131072], [_short(n) for n in ticks])
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.set_title(f"{width:,} x {neurons:,}{'' if gated else ', no gate'}", loc="left")
+        ax.set_title(level, loc="left")
         ax.margins(x=0.12)
     row[0].set_ylabel("speed over dense")
     base.legend(figure, "lower center", ncols=2, handlelength=2.6)
-    shares = 100 * table["active"] / table["intermediate_size"]
-    base.caption(
-        figure,
-        f"The faster sparse path; {shares.min():.2g} to {shares.max():.2g}% of the neurons active.",
-        "Up to 2,048 tokens in CUDA graphs. The two cards ran commits of two days.",
-        base.measured(),
-    )
+    figure.conditions = f"{_layer(table.assign(device='both cards'))}, skewed activity"
+    base.caption(figure, "Up to 2,048 tokens in CUDA graphs. Whiskers: 20th to 80th percentile.")
     return figure
 
 
