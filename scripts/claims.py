@@ -11,8 +11,8 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Skewed*: tokens share neurons, "
-    "so a block uses 0 to 20% fewer different ones than in trained models and rows 1, 2; *even*: all "
-    "equally likely.\nThe authors' release was [measured outside this repository]"
+    "so a block uses 0 to 20% fewer different ones than in trained models and the two below; *even*: "
+    "all equally likely.\nThe authors' release was [measured outside this repository]"
     "(data/README.md#releasecsv) "
     "on two days; the first day's value is in brackets.\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
