@@ -11,7 +11,7 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Skewed*: tokens share neurons; a "
-    "block uses 0 to 20% fewer distinct ones than in trained models and our 0.5B and 2B; *even*: "
+    "block uses 0 to 20% fewer distinct ones than in trained models and our random 0.5B, 2B; *even*: "
     "all equally likely.\nThe authors' release was [measured outside this repository]"
     "(data/README.md#releasecsv) "
     "on two days; the first day's value is in brackets.\n[More cases, and an H100]"

@@ -9,7 +9,6 @@ from torch._inductor.decomposition import select_decomp_table
 from tests.factories.models import calibration, make, stock
 from tests.factories.sparse import relative, triton_here
 from twell.models import quantize_
-from twell.sparse.calibration import FLOAT8
 
 pytestmark = [pytest.mark.vllm, triton_here]
 PLAIN = {"mode": 0, "custom_ops": ["none"]}
@@ -21,7 +20,7 @@ MODELS = {  # and the number of ranks
     "non-gated": (2, lambda: make(gated_mlp=False, **FORCED)),
     "FP8": (2, lambda: make(**FORCED)),
     "dense": (1, lambda: make(hidden_act="relu2")),
-    **dict.fromkeys(["waiting", "waiting in FP8", "enforce-eager"], (1, lambda: make(**TUNED))),
+    **dict.fromkeys(["waiting", "enforce-eager"], (1, lambda: make(**TUNED))),
     "llama": (2, lambda: stock("llama", **TUNED)),
     "qwen3": (2, lambda: stock("qwen3", **TUNED)),
     "SiLU": (1, lambda: stock("mistral", "silu", sliding_window=None)),
@@ -65,22 +64,22 @@ def load(monkeypatch, tmp_path):
 def test_layers_compute_as_in_transformers(name, load, tmp_path, monkeypatch):
     ranks, create = MODELS[name]
     load.captured *= name != "enforce-eager"
-    waiting = {"tuned": 800 * 32 * 42, "enforce-eager": 10**7}.get(name, 10**12 * ("waiting" in name))
+    waiting = {"tuned": 800 * 32 * 42, "enforce-eager": 10**7}.get(name, 10**12 * (name == "waiting"))
     monkeypatch.setattr("twell.serve.WAITING", waiting)
     with torch.inference_mode(False):
         expected = create().bfloat16().eval().requires_grad_(False)
         for parameter in expected.parameters():
             parameter.normal_(0, 0.3)
-    if "FP8" in name:
+    if name == "FP8":
         quantize_(expected)
     expected.save_pretrained(tmp_path)
-    calibration(dtype=FLOAT8 if "FP8" in name else "bfloat16").save(tmp_path / "calibration.json")
+    calibration().save(tmp_path / "calibration.json")
     torch.compiler.reset()
     mlps = [load(rank, ranks).model.layers[1].mlp for rank in range(ranks)]
     sparse = [getattr(mlp, "paths", None) is not None for mlp in mlps]
     assert sparse == [name not in ("dense", "enforce-eager", "SiLU")] * ranks
     traced = [torch.compile(mlp, fullgraph=True, dynamic=True, backend="eager") for mlp in mlps]
-    assert load.ends == {"tuned": [256, 800], "waiting": [256], "waiting in FP8": [8]}.get(name, []) + [2048]
+    assert load.ends == {"tuned": [256, 800], "waiting": [256]}.get(name, []) + [2048]
     for number in (3, 600):
         x = torch.randn(number, 32).bfloat16()
         assert relative(sum(mlp(x) for mlp in traced), expected.model.layers[1].mlp(x)) < 0.01

@@ -38,8 +38,6 @@ from twell.sparse.plan import POWERS, Chooser
 # Passes outside of CUDA graphs wait for Python where a dense layer has at most so many operations:
 # 8,192 tokens of 2048 x 5632 on an H200. There launching our kernels takes longer than they save.
 WAITING = 8192 * 2048 * 5632
-# In FP8 vLLM's dense layer, with gate and up in one product, was faster from 32 tokens on (H200).
-FEW_FP8 = 8
 MODELS = {"Llama": llama, "SparseLlama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
 SCHEMA = (
     "Tensor x, Tensor w_first, Tensor w_down, Tensor? b_first, Tensor? b_down, Tensor? x_scale, "
@@ -144,7 +142,6 @@ class SparseMLP(nn.Module):
             return
         down.weight.data = down.weight.data.t().contiguous().t()  # vLLM copies into it
         waiting = WAITING // (config.hidden_size * size)
-        few = min(FEW_FP8, captured) if self.quantized else captured
         most = sorted({*POWERS, captured, waiting} - {0})
         paths = [ops.choose(tokens) for tokens in most]
         if backend == "auto":
@@ -159,10 +156,10 @@ class SparseMLP(nn.Module):
                 tokens, active, union = activity[layer]
                 chooser.freeze({int(tokens): (active / shards, union / shards)})
             ours = {n: chooser.path(n, GRAPH if n <= captured else COMPILED) for n in most}
-            paths = ["dense" if few < n <= waiting else ours[n] for n in most]
+            paths = ["dense" if captured < n <= waiting else ours[n] for n in most]
         if {*paths[: place(longest, most) + 1]} != {"dense"}:
             self.paths = {"most": most, "paths": paths, "code": CODE}
-            plain = [path == "dense" and n > few for n, path in zip(most, paths, strict=True)]
+            plain = [path == "dense" and n > captured for n, path in zip(most, paths, strict=True)]
             changes = zip(most, plain, plain[1:], strict=False)
             self.turns = {n for n, one, other in changes if one != other}
 
