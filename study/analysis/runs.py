@@ -257,7 +257,7 @@ def settles_after(curve: pd.DataFrame) -> float:
 PEAK_WITHIN = 0.25  # largest distance from the paper's peak, as a share of the depth
 FINDINGS = {  # column of `findings` -> what the paper says of its models
     "first_two_least": "the first two layers are the least active",
-    "ten_times": "the busiest token of every layer has ten times its mean",
+    "ten_times": "the busiest token of most layers has ten times the mean",
     "early_peak": "activity peaks near a fifth of the depth",
     "no_overflow": "no tile overflows at compression 8",
     "first_is_most": "the first token is the most active",

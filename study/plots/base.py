@@ -30,7 +30,7 @@ COLUMN, PAGE = 3.3, 5.6  # widths in inches; a page is read at half of its width
 _FONTS = {"font.size": 9, "axes.labelsize": 9, "axes.titlesize": 9, "legend.fontsize": 8.5}
 _FONTS |= {"xtick.labelsize": 8.5, "ytick.labelsize": 8.5, "legend.title_fontsize": 8.5}
 SMALL = 7.5  # letters of notes; none are smaller
-BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, *_, CYAN = sns.color_palette("colorblind", 10)
+BLUE, ORANGE, GREEN, RED, PURPLE, BROWN, PINK, *_, CYAN = sns.color_palette("colorblind", 10)
 # One meaning, one colour, in all figures: the authors' numbers and their release are black. Numbers
 # in FP8 are darker (`in_fp8`), levels of L1 have the map of `level_colours`.
 OURS = SPARSE = BLUE  # also the union path, which "sparse" is for many tokens

@@ -188,12 +188,12 @@ def cards(table: pd.DataFrame) -> Figure:
     figure, (row,) = base.subplots(base.PAGE, 2.3, 1, len(levels), sharey=True)
     for (level, layer), ax in zip(levels, row, strict=True):
         for (device, rows), dashes in zip(layer.groupby("device"), ("-", "--"), strict=False):
-            rows, face = rows.sort_values("tokens"), base.SPARSE if dashes == "-" else "white"
-            look = {"color": base.SPARSE, "linestyle": dashes, "marker": "o", "mfc": face}
+            rows, face = rows.sort_values("tokens"), base.AUTO if dashes == "-" else "white"
+            look = {"color": base.AUTO, "linestyle": dashes, "marker": "o", "mfc": face}
             name = " ".join(device.split()[:2])
             ax.plot(rows["tokens"], rows["speedup"], label=name, markersize=5, **look)
             ends = rows["speedup_low"], rows["speedup_high"]
-            base.bars(ax, rows["tokens"], rows["speedup"], *ends, base.SPARSE)
+            base.bars(ax, rows["tokens"], rows["speedup"], *ends, base.AUTO)
         ax.axhline(1, **_BASELINE)
         ax.set(xscale="log", xlabel="tokens in the call", ylim=(0, None))
         ax.set_xticks(ticks := [1, 64, 2048, 131072], [_short(n) for n in ticks])

@@ -118,7 +118,7 @@ def _over_training(left: Axes, right: Axes, dead: pd.DataFrame) -> None:
 
 CHOICES = {  # of `analysis.choice`: colour and dash
     "recipe": (base.OURS, "-"),
-    "re-initialisation": (base.PURPLE, "--"),
+    "re-initialisation": (base.PINK, "--"),
     "L1 warm-up": (base.BROWN, "-."),
 }
 
