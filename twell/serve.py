@@ -208,7 +208,7 @@ class Sparse:
             turns = {turn for turn in turns if turn < ends[-1]}
             compilation.compile_ranges_endpoints = sorted({*ends, *turns})
         if not any(config.ffn_paths):
-            why = "by ffn_backend, LoRA, a quantisation or 'auto', or without CUDA graphs or twell.tune"
+            why = "ffn_backend, LoRA, quantisation, 'auto', or no CUDA graphs, GPU, bf16, fp16 or twell.tune"
             init_logger("vllm.twell").warning("the feed-forward layers compute densely: %s", why)
 
 

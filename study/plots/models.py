@@ -22,7 +22,7 @@ _MARK |= {"mew": 0.6, "zorder": 3}
 _IMPOSED = "Imposed activity: random weights whose gate fires as often as the paper reports."
 _PICKS = "auto: each layer takes the sparse kernels or dense, by measured times."
 _ACTIVITY = {
-    "paper": "random weights with set activity",
+    "paper": "random weights, imposed activity",
     "checkpoint": "trained, activity of a text",
 }
 
