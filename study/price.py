@@ -3,7 +3,7 @@
     python -m study.record price-85m-0-seed-0 ... --out DIR    trains the runs on a GPU
     python -m study.price RUN --out DIR                        evaluates a run's models
 
-`prices` and `verdicts` analyse the rows of data/bench/price.csv, `worth` the runs.
+`prices`, `verdicts` and `worth` analyse the rows of data/bench/price.csv.
 """
 
 import argparse
@@ -21,7 +21,6 @@ from study.analysis import holm
 from twell import corpus, results
 from twell.config import TrainConfig, cache_folder
 from twell.measure import providers
-from twell.tables import last_validation
 
 PLAN = yaml.safe_load(Path(__file__).with_name("price.yaml").read_text(encoding="utf-8"))
 PAIR = ["size", "text", "l1_coefficient", "tokens"]
@@ -137,21 +136,21 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
 
 
 def worth(
-    runs: pd.DataFrame, log: pd.DataFrame, times: dict[str, pd.DataFrame], level: float = 6e-4
+    rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new", level: float = 6e-4
 ) -> pd.DataFrame:
     """Return the dense and sparse models at the end of training, a row a use and model.
 
-    runs, log: of the plan. times: by use, such as "inference", `analysis.model_speedups` or
+    rows: of data/bench/price.csv. times: by use, such as "inference", `analysis.model_speedups` or
     `step_speedups` of one device, number of tokens and activity. nanoseconds: of a token.
-    cross_entropy: of the last validation, the mean over seeds that all models of a size have.
-    beside: the neurons of the dense model whose time is nearest to the sparse one's. slower: time
-    of the sparse model over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of
-    one seed. Sizes without a narrower dense model are left out.
+    cross_entropy: on `text`, the mean over seeds that all models of a size have. beside: the
+    neurons of the dense model whose time is nearest to the sparse one's. slower: time of the sparse
+    model over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of one seed.
+    Sizes without a narrower dense model are left out.
     """
-    end = runs[runs["complete"] & runs["l1_coefficient"].isin([0, level])].set_index("run")
-    last = last_validation(log).query("metric == 'cross_entropy'").set_index("run")["value"]
-    size = end.index.str.split("-").str[1].str.partition(".").get_level_values(0)
-    end = end.assign(cross_entropy=last, model=size, sparse=end["l1_coefficient"] > 0)
+    some = rows[(rows["text"] == text) & rows["l1_coefficient"].isin([0, level])]
+    end = some.loc[some.groupby("run")["tokens"].idxmax()]
+    end = end.rename(columns={"neurons": "intermediate_size"})
+    end = end.assign(model=end["size"].str.split(".").str[0], sparse=end["l1_coefficient"] > 0)
     timed = pd.concat(times, names=["use"]).reset_index("use")
     timed = timed[timed["provider"].isin([DENSE, *SPARSE])]
     timed["sparse"] = timed["provider"] != DENSE
