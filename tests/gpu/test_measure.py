@@ -68,8 +68,8 @@ def test_a_layer_is_measured_in_every_mode(mode, tmp_path):
     assert (rows["energy"] > 0).all()
 
 
-def test_a_layer_is_calibrated(tmp_path):
-    calibration = calibrate(512, 1408, out=tmp_path / "c.json", tokens=(1, 64, 4096))
+def test_a_layer_is_calibrated():
+    calibration = calibrate(512, 1408, tokens=(1, 64, 4096))
     assert {point.tokens for point in calibration.times} == {1, 64, 4096}
     assert crossover(512, 1408, tokens=2048) >= 0
 

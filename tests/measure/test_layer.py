@@ -169,7 +169,8 @@ def timed(dense_kernels, monkeypatch):
 
 
 def test_a_calibration_holds_its_times(timed, tmp_path):
-    result = calibrate(32, 64, out=tmp_path / "c.json", tokens=(1, 8, 16))
+    result = calibrate(32, 64, tokens=(1, 8, 16))
+    result.save(tmp_path / "c.json")
     again = Calibration.load(tmp_path / "c.json")
     assert again.times == result.times and again.floors == result.floors
     assert (again.hidden_size, again.intermediate_size, again.gated) == (32, 64, True)

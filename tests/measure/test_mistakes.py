@@ -20,7 +20,6 @@ FOREIGN = "tests.factories.measure:"
 LAYER = [
     ({"patterns": ["evn"]}, "'evn'"),
     ({"tokens": [4, 0]}, "tokens holds 0"),
-    ({"kernels": True}, "out"),
     ({"out": "."}, "ffn.csv has the columns"),
     ({"mode": "graph", "backward": True}, "'graph'"),
     ({"providers": ["tests.none:x"]}, "provider tests.none:x: No module named 'tests.none'"),

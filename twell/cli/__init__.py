@@ -54,8 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with command.make_context(name, arguments[len(words) :]) as context:
             command.invoke(context)
-        if sys.stdout is not None:  # it may have been closed before the start
-            sys.stdout.flush()
+        print(end="", flush=True)
     except typer.Exit as done:
         return done.exit_code
     except UsageError as error:
@@ -108,9 +107,5 @@ def _lacks_memory(error: Exception) -> bool:
 
 def _message(error: Exception) -> str:
     """Return an error in one line."""
-    text = str(error)
-    if isinstance(error, OSError) and error.errno and error.filename is None:
-        text = error.strerror
-    if _lacks_memory(error):
-        text = f"not enough memory: lower the sizes ({text})"
-    return " ".join(text.split())
+    reason = "not enough memory: lower the sizes: " if _lacks_memory(error) else ""
+    return " ".join(f"{reason}{error}".split())

@@ -53,7 +53,7 @@ Model = Annotated[str, argument("MODEL", "A run, a model's folder, or a name on 
 Config = Annotated[str, argument("CONFIG", "A YAML file, or one of the package's own by name.")]
 Text = Annotated[str | None, option(..., "The text itself.", INPUT)]
 File = Annotated[Path | None, option(..., "A UTF-8 text file.", INPUT)]
-Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Fields, such as tokens=1e6.")]
+Overrides = Annotated[list[str], argument("KEY=VALUE", "Fields, such as tokens=1e6.")]
 Form = Annotated[
     bool | None,
     option(..., "Rows as Markdown, as in a pipe; or as JSON.", OUTPUT, name="--markdown/--json"),
@@ -61,13 +61,6 @@ Form = Annotated[
 Overwrite = Annotated[bool, option(..., "Replace what is there.", OUTPUT, name="--overwrite")]
 Resume = Annotated[bool, option(..., "Go on from the run's checkpoint.", name="--resume")]
 Statistics = Annotated[Path | None, option(..., "Statistics; default: its own.", metavar="FILE")]
-
-
-def split_config(size: str, overrides: list[str] | None, default: str) -> dict:
-    """Return a configuration and its overrides; key=value in its place leaves the default."""
-    if "=" in size:
-        return {"size": default, "overrides": [size, *(overrides or ())]}
-    return {"size": size, "overrides": list(overrides or ())}
 
 
 def read_text(
@@ -88,17 +81,17 @@ def read_text(
     return text
 
 
-def prepare_out(path: Path, ending: str) -> None:
-    """Refuse a folder and a file of another kind, and create the parent folder.
+def prepare_out(given: Path | None, default: Path) -> Path:
+    """Return the file to write, after its parent folder. Refuse one of another kind.
 
     A slip must not replace weights or a text, and a mistake shows before the work.
     """
     from twell import results
 
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; --out is the {ending} file to write")
-    if path.suffix != ending:
-        raise ValueError(f"--out is {str(path)!r}; give a file that ends in {ending}")
+    path = given or default
+    if path.suffix != default.suffix:
+        raise ValueError(f"--out is {str(path)!r}; give a file that ends in {default.suffix}")
     if path.name in results.KEPT_FILES and path.exists():
         raise FileExistsError(f"{path} belongs to a run or a model; give another --out")
     path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -58,7 +58,9 @@ def run(name: str, options: dict) -> None:
     show(rows, rows[columns].map(short), form)
 
 
-Out = Annotated[Path, option(..., "The folder of the CSV files.", OUTPUT, metavar="DIR")]
+Out = Annotated[
+    Path, option(..., "The folder of the CSV files.", OUTPUT, metavar="DIR", file_okay=False)
+]
 Energy = Annotated[bool, option(..., "Also energy: a second more a row.", name="--energy")]
 THIRD = "Also layers of package.module:function, with commas: docs/benchmarks.md."
 Providers = Annotated[str, option(..., THIRD, name="--provider", parser=separated(str))]
@@ -107,7 +109,7 @@ def ffn(
 
 def train_step(
     size: common.Config = "171m",
-    overrides: common.Overrides = None,
+    overrides: common.Overrides = (),
     active: float | None = option(None, ACTIVE),
     profile: Spread = "flat",
     compiled: Compile = None,
@@ -120,12 +122,12 @@ def train_step(
 
     A row for each provider is appended to train_step.csv, if it learns as dense does.
     """
-    run("train_step", locals() | common.split_config(size, overrides, "171m"))
+    run("train_step", locals())
 
 
 def model(
     size: str = argument("MODEL", "A model with a text; or a configuration.", default="2b"),
-    overrides: common.Overrides = None,
+    overrides: common.Overrides = (),
     text: common.Text = None,
     file: common.File = None,
     source: str | None = option(None, "A file or folder of documents, not a text.", INPUT),
@@ -153,25 +155,20 @@ def model(
     The activity is that of the text, or imposed on random weights. Rows are appended to model.csv,
     model_layers.csv and decode.csv.
     """
-    options = locals() | common.split_config(size, overrides, "2b")
+    options = locals()
     del options["text"], options["file"], options["source"]
     from twell.config import CONFIGS
 
-    name = options["size"]
-    is_config = name.endswith((".yaml", ".yml")) or (CONFIGS / f"{name}.yaml").is_file()
+    is_config = size.endswith((".yaml", ".yml")) or (CONFIGS / f"{size}.yaml").is_file()
     if is_config and (text or file or source or ordered or alike):
-        raise ValueError(f"{name} is a configuration of random weights, which has no text")
-    if not is_config and (options["overrides"] or active):
+        raise ValueError(f"{size} is a configuration of random weights, which has no text")
+    if not is_config and (overrides or active):
         raise ValueError("key=value and --active are for random weights; a checkpoint has its own")
     if source and (text or file):
         raise ValueError("give a text or a --source, and not both")
-    read = None if is_config or source else read_text(text, file)
-
-    from twell.measure import runner
-
-    runner.Gpu()  # before anything is loaded
     if not is_config:
-        options["checkpoint"] = load_checkpoint(name, read, source)
+        read = None if source else read_text(text, file)
+        options["checkpoint"] = load_checkpoint(size, read, source)
     run("language_model", options)
 
 
@@ -195,7 +192,9 @@ def calibrate(
     intermediate_size: IntermediateSize = 5632,
     gated: Gated = True,
     fp8: bool = option(False, "Of FP8 weights (`twell.quantize_`).", name="--fp8"),
-    out: Path | None = option(None, "Default: beside the weights.", OUTPUT, metavar="FILE"),
+    out: Path | None = option(
+        None, "Default: beside the weights.", OUTPUT, metavar="FILE", dir_okay=False
+    ),
 ) -> None:
     """Time all paths of a layer over tokens and activity: the times that backend="auto" chooses by.
 
@@ -220,10 +219,10 @@ def calibrate(
             raise ValueError(
                 f"{folder} is recorded data; --out {default} writes there all the same"
             )
-    out = out or default
-    prepare_out(out, ".json")
-    # Saved before training is timed, which may fail.
-    calibration = measure.calibrate(*size, gated=gated, quantized=fp8, out=out)
+    out = prepare_out(out, default)
+    calibration = measure.calibrate(*size, gated=gated, quantized=fp8)
+    calibration.save(out)  # before training is timed, which may fail
+    print(out, flush=True)
     if not fp8:
         training = measure.crossover(*size, gated=gated)
         dataclasses.replace(calibration, training=training).save(out)
@@ -254,7 +253,7 @@ def quality(
 
 def serve(
     size: str = argument("MODEL", "A saved folder; or a configuration.", default="2b"),
-    overrides: common.Overrides = None,
+    overrides: common.Overrides = (),
     source: str = option("sotu", "A folder's prompts: a file, a folder, or sotu.", INPUT),
     fp8: bool = option(False, "Random weights in FP8.", name="--fp8"),
     tensor_parallel: int = option(1, "GPUs of each server.", name="--tensor-parallel"),
@@ -266,7 +265,7 @@ def serve(
     Their answers are compared with transformers' first. Rows are appended to serve.csv; a model of
     random weights and the servers' logs stay in the folder serve beside it.
     """
-    run("serve", locals() | common.split_config(size, overrides, "2b"))
+    run("serve", locals())
 
 
 app = common.group("Time layers and models on this GPU. Results are checked before.", "measure")

@@ -16,13 +16,14 @@ AGGREGATE, COMPARE, MACHINE = "With --aggregate", "Compare", "Machine"
 
 def output(default: str):
     """Return the option --out: a folder, or a file of the same kind as the default."""
-    kind = "FILE" if Path(default).suffix else "DIR"
-    return option(None, f"Default: {default}.", OUTPUT, metavar=kind)
+    is_file = Path(default).suffix != ""
+    kind = {"metavar": "FILE" if is_file else "DIR", "dir_okay": not is_file, "file_okay": is_file}
+    return option(None, f"Default: {default}.", OUTPUT, **kind)
 
 
 def train(
     config: common.Config,
-    overrides: common.Overrides = None,
+    overrides: common.Overrides = (),
     out: Path | None = output("runs/CONFIG-l1-COEFFICIENT-seed-SEED"),
     overwrite: common.Overwrite = False,
     resume: common.Resume = False,
@@ -33,7 +34,7 @@ def train(
     with TrainingBar() as bar:
         from twell.train import TrainConfig, train
 
-        loaded = TrainConfig.load(config, overrides or ())
+        loaded = TrainConfig.load(config, overrides)
         name = f"{Path(config).stem}-l1-{loaded.l1_coefficient:g}-seed-{loaded.seed}"
         train(loaded, out or common.RUNS / name, overwrite=overwrite, resume=resume, bar=bar)
     _end_processes()
@@ -41,7 +42,7 @@ def train(
 
 def relufy(
     model: str = argument("MODEL", "A Llama, Mistral, Qwen2 or Qwen3: folder, run, or hub's name."),
-    overrides: common.Overrides = None,
+    overrides: common.Overrides = (),
     out: Path | None = output("runs/MODEL-relu-ACTIVE_SHARE"),
     overwrite: common.Overwrite = False,
     resume: common.Resume = False,
@@ -55,7 +56,7 @@ def relufy(
     with TrainingBar() as bar:
         from twell.train import relufy_config, train
 
-        config = relufy_config(model, overrides or ())
+        config = relufy_config(model, overrides)
         out = out or common.RUNS / f"{Path(model).name}-relu-{config.active_share:g}"
         train(config, out, overwrite=overwrite, resume=resume, bar=bar)
     _end_processes()
@@ -72,8 +73,7 @@ def _end_processes() -> None:
     if not distributed.is_initialized():
         return
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+        print(end="", file=stream, flush=True)
     os._exit(0)
 
 
@@ -95,9 +95,8 @@ def trace(
     from twell import results
 
     name = results.model_name(model) + ("-aggregate" if aggregate else "")
-    out = out or BUILD / "traces" / f"{name}.npz"
     read = None if valid else read_text(text, file)
-    prepare_out(out, ".npz")
+    out = prepare_out(out, BUILD / "traces" / f"{name}.npz")
 
     from twell import trace
 
@@ -144,8 +143,7 @@ def inspect(
     from twell import results
 
     name = f"{Path(what).stem}-trace" if traced else results.model_name(what)
-    out = out or BUILD / "inspect" / f"{name}.html"
-    prepare_out(out, ".html")
+    out = prepare_out(out, BUILD / "inspect" / f"{name}.html")
 
     from twell import inspector
 
@@ -205,13 +203,11 @@ def evaluate(
     del options["form"], options["out"], options["overwrite"]
     from twell import results
 
-    if out is None:
-        parts = [results.model_name(model), tasks.replace(",", "+").replace(" ", "")]
-        parts += [part for part in (backend, dtype) if part]
-        parts += [f"{num_fewshot}-shot"] if num_fewshot is not None else []
-        parts += [f"limit-{limit}"] if limit else []
-        out = BUILD / "eval" / f"{'-'.join(parts)}.json"
-    prepare_out(out, ".json")
+    parts = [results.model_name(model), tasks.replace(",", "+").replace(" ", "")]
+    parts += [part for part in (backend, dtype) if part]
+    parts += [f"{num_fewshot}-shot"] if num_fewshot is not None else []
+    parts += [f"limit-{limit}"] if limit else []
+    out = prepare_out(out, BUILD / "eval" / f"{'-'.join(parts)}.json")
     if (old := results.kept(out)).exists() and not overwrite:
         choice = "choose another --out, or --overwrite it"
         raise FileExistsError(f"{old} already holds an evaluation; {choice}")

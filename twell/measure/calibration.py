@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Container, Mapping, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -43,15 +42,13 @@ def calibrate(
     *,
     gated: bool = True,
     quantized: bool = False,
-    out: str | Path | None = None,
     tokens: Sequence[int] = CALIBRATION_TOKENS,
 ) -> Calibration:
     """Time the kernels' dense path and each sparse path, by which "auto" chooses.
 
     The layer is in bf16, or with `quantized` in FP8, its activity skewed, from one neuron per token
-    to all; `out` is the JSON file to write, if any. Calls that may wait for Python are also timed
-    eager and compiled, without a CUDA graph. About two minutes on an H100. `crossover` measures
-    training. Raises as `ffn` does. Ours.
+    to all. Calls that may wait for Python are also timed eager and compiled, without a CUDA graph.
+    About two minutes on an H100. `crossover` measures training. Raises as `ffn` does. Ours.
     """
     gpu, precision = runner.Gpu(), FP8 if quantized else None
     check_sizes(tokens, hidden_size)
@@ -87,7 +84,7 @@ def calibrate(
             floors.append(Floor(situation, num_tokens, timed(case, "floor", "p20")))
         torch.compiler.reset()  # compiled anew for each path, up to a limit
     origin = results.provenance()
-    calibration = Calibration(
+    return Calibration(
         device=origin["device"],
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -98,10 +95,6 @@ def calibrate(
         times=tuple(points),
         floors=tuple(floors),
     )
-    if out:
-        calibration.save(out)
-        print(f"{out}: {sum(len(point.ms) for point in points)} times", flush=True)
-    return calibration
 
 
 def crossover(

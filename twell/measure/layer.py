@@ -93,7 +93,6 @@ def ffn(
     plain = act == RELU and not bias
     require(plain or not backward, "backward passes are timed of ReLU without biases")
     require(plain or not providers, "third parties' layers are timed with ReLU, without biases")
-    require(not kernels or out is not None, "the rows of kernels go to a file: out is its folder")
     third_parties = third_party(providers)
     gpu, kind = runner.Gpu(energy), TrainingCase if backward else Case
     rows = Rows(out, *kind.files)
@@ -294,13 +293,12 @@ class Case:
 
     def providers(self) -> list[Provider]:
         """Return the providers to time, in FP8 too where it can be measured."""
+        dense = [DENSE_EAGER, DENSE_COMPILED]
         ours = [Provider("triton", path) for path in ([] if self.auto else self.paths())] + [AUTO]
-        plain = self.act == RELU and not self.bias
-        if not plain or float8.why_not(self.x.device) is not None:
-            return [DENSE_EAGER, DENSE_COMPILED, *ours, *self.third_parties]
-        dense = [Provider("dense", None, COMPILED, kind) for kind in (FP8, FP8_TENSOR)]
-        in_fp8 = [replace(provider, precision=FP8) for provider in ours]
-        return [DENSE_EAGER, DENSE_COMPILED, *dense, *ours, *in_fp8, *self.third_parties]
+        if self.act == RELU and not self.bias and float8.why_not(self.x.device) is None:
+            dense += [Provider("dense", None, COMPILED, kind) for kind in (FP8, FP8_TENSOR)]
+            ours += [replace(provider, precision=FP8) for provider in ours]
+        return [*dense, *ours, *self.third_parties]
 
     def layer(self, provider: Provider, weights: Weights) -> nn.Module:
         """Return a provider's layer, not compiled. A dense provider with a path is a SparseFFN."""

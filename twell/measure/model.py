@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,7 +27,7 @@ from twell.measure.providers import (
     FP8,
     FP8_ALL,
     Provider,
-    compilations,
+    by_compilation,
     model_providers,
     third_party,
 )
@@ -101,8 +100,7 @@ def language_model(
     subject = Subject(size, model, profile, gpu, graphs)
     in_passes = (None, FP8, FP8_ALL) if fp8 else (None,)
     in_forward = model_providers(compiled, precisions=in_passes)
-    kinds = itertools.product(third_parties, compilations(compiled))
-    in_forward += [replace(one, compilation=kind) for one, kind in kinds]
+    in_forward += by_compilation(third_parties, compiled)
     in_decoding = model_providers(compiled, tuned, in_passes[:2])
 
     def measure(means: Sequence[float] | None) -> list[dict]:

@@ -121,15 +121,19 @@ def third_party(names: Sequence[str]) -> list[Provider]:
     return providers
 
 
-def compilations(compiled: bool | None, tuned: bool = False) -> list[str]:
-    """Return the compilations to measure: compiled, eager, or with None both; and also tuned."""
-    plain = {None: [EAGER, COMPILED], True: [COMPILED], False: [EAGER]}[compiled]
-    return plain + [TUNED] * tuned
+def by_compilation(
+    providers: Sequence[Provider], compiled: bool | None, tuned: bool = False
+) -> list[Provider]:
+    """Return the providers compiled, eager, or with None both ways; and also tuned."""
+    kinds = {None: [EAGER, COMPILED], True: [COMPILED], False: [EAGER]}[compiled]
+    kinds += [TUNED] * tuned
+    return [replace(provider, compilation=kind) for kind in kinds for provider in providers]
 
 
 def model_providers(
     compiled: bool | None, tuned: bool = False, precisions: Sequence[str | None] = (None,)
 ) -> list[Provider]:
     """Return the providers of a whole model, by compilation; the first one is dense."""
-    kinds = product(compilations(compiled, tuned), precisions, BACKENDS)
-    return [Provider(backend, None, kind, precision) for kind, precision, backend in kinds]
+    ways = product(precisions, BACKENDS)
+    providers = [Provider(backend, precision=precision) for precision, backend in ways]
+    return by_compilation(providers, compiled, tuned)

@@ -56,16 +56,14 @@ SHOWN = (
 class Rows:
     """The rows of one command by file, appended to CSV files in `folder` as they are measured.
 
-    folder: None keeps them in memory. Raises before anything is measured: NotADirectoryError where
-    the folder is a file, ValueError for a file with other columns.
+    folder: None keeps them in memory. Raises ValueError for a file with other columns, before
+    anything is measured.
     """
 
     def __init__(self, folder: str | Path | None, *files: str):
         self.folder = None if folder is None else Path(folder)
         self.origin = results.provenance()
         self.by_file: dict[str, list[dict]] = {name: [] for name in files}
-        if self.folder and self.folder.is_file():
-            raise NotADirectoryError(f"{folder} is a file; out is the folder of the CSV files")
         for name in files if self.folder else ():
             path, columns = self.folder / f"{name}.csv", COLUMNS[name]
             existing = list(pd.read_csv(path, nrows=0)) if path.is_file() else columns

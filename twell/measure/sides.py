@@ -182,13 +182,6 @@ class Subject:
         paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
-    def check_layers(self, provider: Provider, once: Run, title: str) -> float:
-        """Compare each layer of the pass `once` by a provider with fp64; return the worst error."""
-        self.become(provider)
-        what = f"{provider.backend} {provider.precision or 'bf16'} of {title}"
-        mlps = [layer.mlp for layer in self.model.model.layers]
-        return check.check_layers(mlps, once, what, provider.allowed)
-
     def measure(
         self,
         case: dict,
@@ -211,14 +204,20 @@ class Subject:
         in FP8 has one limit, and is not compared with the first. A third party's has no limit.
         """
         kind, title = titles
-        worst = functools.cache(lambda eager: self.check_layers(eager, once, title))
         few = max(1, min(len(ids), check.SAMPLE // ids.shape[1]))
         right = exact(ids[:few])
         dense: tuple[float, Tensor] | None = None  # error and result
 
+        @functools.cache
+        def check_layers(eager: Provider) -> float:
+            self.become(eager)
+            what = f"{eager.backend} {eager.precision or 'bf16'} of {title}"
+            mlps = [layer.mlp for layer in self.model.model.layers]
+            return check.check_layers(mlps, once, what, eager.allowed)
+
         def prepare(provider: Provider) -> Call:
             nonlocal dense
-            layer_rms = worst(replace(provider, compilation=EAGER))
+            layer_rms = check_layers(replace(provider, compilation=EAGER))
             self.become(provider)
             path = self.paths(provider, case["tokens"])
             result, run, columns = take(provider)

@@ -7,9 +7,7 @@ one. Steps that are timed have the learning rate 0, so the activity stays.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +20,7 @@ from twell.config import TrainConfig
 from twell.measure import imposed, runner
 from twell.measure.check import TOLERANCE
 from twell.measure.imposed import layer_means
-from twell.measure.providers import DENSE_EAGER, HYBRID, UNION, Provider, compilations
+from twell.measure.providers import DENSE_EAGER, HYBRID, UNION, Provider, by_compilation
 from twell.measure.rows import Rows, require, significant
 from twell.measure.runner import Call, bench
 from twell.measure.sides import check_model, compile_layers, model_columns
@@ -64,8 +62,7 @@ def train_step(
     gpu, rows = runner.Gpu(energy), Rows(out, "train_step")
     config = model_config(size, overrides)
     trainer = Trainer(size, config, profile, active, gpu)
-    kinds = itertools.product(compilations(compiled), [DENSE_EAGER, UNION, *[HYBRID] * hybrid])
-    providers = [replace(provider, compilation=kind) for kind, provider in kinds]
+    providers = by_compilation([DENSE_EAGER, UNION, *[HYBRID] * hybrid], compiled)
     for call in bench(gpu, trainer.prepare, providers, "optimizer").values():
         speed = round(1e3 * trainer.tokens.numel() / call.columns["p50"])
         rows.add("train_step", [call.columns | {"tokens_per_second": speed}])
