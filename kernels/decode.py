@@ -21,7 +21,7 @@ to few.py. For one token in bf16 or fp16 on Hopper, a kernel may start while the
     without w_gate: h = g = relu(x w_up^T + b_up)
 
 An inf or NaN in w_down may reach the other tokens, where h is 0: 0 * inf is NaN.
-Reference: twell.sparse.reference.up_down.
+Reference: twell.sparse.reference.from_gate.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ stands as many places later as bits below i are set.
 h and its gradients are over the unions, neuron-major: a row of 64 tokens for each listed neuron.
 A place beyond the capacity is not stored and not read; totals[0] counts it all the same.
 
-Reference: twell.sparse.reference.union_train_forward, union_train_backward.
+Reference: twell.sparse.reference.union_train.
 """
 
 from __future__ import annotations

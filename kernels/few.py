@@ -24,7 +24,7 @@ dependent launch), and waits for its results by itself. So does the gate, behind
 
 Each sum has one order, so two calls give the same bits. An inf or NaN in w_down may reach the other
 tokens of a block, where h is 0: 0 * inf is NaN. Ours, not the paper's.
-Reference: twell.sparse.reference.up_down, down.
+Reference: twell.sparse.reference.from_gate.
 """
 
 from __future__ import annotations

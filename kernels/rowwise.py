@@ -18,7 +18,7 @@ ascending order: the 16 bits of g above the 16 of the neuron's number.
     without w_gate: y = relu(x w_up^T + b_up) w_down_t + b_down
 
 Paper: App. A.1, with whole lists in place of TwELL.
-Reference: twell.sparse.reference.up_down, down.
+Reference: twell.sparse.reference.from_gate.
 """
 
 from __future__ import annotations

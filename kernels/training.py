@@ -21,7 +21,7 @@ entries per token; others are not stored, and `needed` reports the capacity that
 caller then repeats the step (twell/sparse/training.py).
 
 Paper: App. B.2, training with the hybrid format; unions and entries are ours.
-Reference: twell.sparse.reference.union_train_forward, union_train_backward.
+Reference: twell.sparse.reference.union_train.
 """
 
 from __future__ import annotations

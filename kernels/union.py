@@ -17,7 +17,7 @@ need no masks. g and h are neuron-major: a block's part of a neuron is one conti
     g = relu(x w_gate^T + b_gate)    h = (x w_up^T + b_up) * g    y = h w_down_t + b_down
     without w_gate: h = g = relu(x w_up^T + b_up)
 
-Ours, not the paper's. Reference: twell.sparse.reference.up_down, down.
+Ours, not the paper's. Reference: twell.sparse.reference.from_gate.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ This is the paper's transposed hybrid format with lists in place of ELL rows (Ap
 
 Where the buffer does not hold all rows, the rest follows in another round.
 
-Reference: twell.sparse.reference.union_train_backward.
+Reference: twell.sparse.reference.union_train.
 """
 
 from __future__ import annotations

@@ -94,7 +94,8 @@ def exact_training(
     dh = kept((round_to(dh, dtype) if round_dh and gated else dh) + h.sign() * dl1[:, None])
     dh = dh if gated else round_to(dh, dtype)
     through = [part if dtype is None else part.float() for part in (dh * u if gated else dh, g)]
-    dg = kept(round_to(act.through_gate(*through).double(), dtype))
+    dg = through[0] * (2 * through[1]) if act.squared else through[0]
+    dg = kept(round_to(dg.double(), dtype))
     du = dg
     if gated:
         du = torch.where(reached, round_to(dh * factor, dtype), 0.0)

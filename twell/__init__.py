@@ -28,14 +28,14 @@ __getattr__, __dir__, __all__ = hand_on(
         ".measure.calibration": "tune",
         ".models": "SparseLlamaConfig SparseLlamaForCausalLM sparsify densify register_adapter "
         "load collect_l1 with_l1 intervene silence order_tokens quantize_ dequantize_",
-        ".sparse.float8": "Float8DynamicActivationFloat8WeightConfig PerRow",
-        ".sparse.formats": "TwELL PackedTwELL ELL Hybrid TileUnion BufferOverflow",
+        ".sparse.float8": "Float8DynamicActivationFloat8WeightConfig",
+        ".sparse.formats": "TwELL PackedTwELL ELL Hybrid TileUnion",
         ".sparse.layer": "SparseFFN backend_status",
         ".sparse.ops": "ffn warm_up",
         ".sparse.training": "SparseTraining",
         ".trace": "Trace Aggregate",
     },
-    "format reference model corpus results measure evaluate train inspector",
+    "corpus results measure evaluate train inspector",
 )
 
 # Each of the later ones imports the one before it, and Llama needs all of them.

@@ -15,7 +15,7 @@ on `capacity`, which decides how many backup rows there are.
 Non-finite values. A NaN in a row of x reaches that row of y alone. An inf or NaN in an operand of
 an inactive entry reaches nothing through a list; through a backup row it may, since 0 * inf is NaN.
 
-Reference: twell.sparse.reference.union_train_forward, union_train_backward.
+Reference: twell.sparse.reference.union_train.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ this folder), continued in `rest`.
     g = relu(x w_gate^T + b_gate)    y = ((x w_up^T + b_up) * g) w_down_t + b_down
     without w_gate: y = relu(x w_up^T + b_up) w_down_t + b_down
 
-Paper: App. A.1. Reference: twell.sparse.reference.up_down, down.
+Paper: App. A.1. Reference: twell.sparse.reference.from_gate.
 """
 
 from __future__ import annotations

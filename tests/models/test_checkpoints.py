@@ -85,7 +85,7 @@ def test_a_calibration_beside_the_weights_is_read_for_auto_alone(tmp_path, monke
     for ffn in model.ffns:
         assert ffn.backend == "auto" and ffn.calibration.times == factory.calibration().times
         ffn.observe(2, 30)
-        assert ffn.plan[0] == (512, "decode")
+        assert ffn.plans["eager"][0] == (512, "decode")
     assert all(ffn.calibration is None for ffn in load(tmp_path)[0].ffns)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another")

@@ -29,7 +29,7 @@ DENSE = ((2**20, "dense"),)
 @pytest.mark.parametrize(("gated", "bias"), [(True, False), (False, True)])
 def test_auto_follows_what_it_sees(taken, gated, bias):
     ffn, x = make_auto(gated, bias), positive(70)
-    assert ffn.observed is None and ffn.plan == DENSE
+    assert ffn.observed is None and ffn.plans["eager"] == DENSE
 
     def last_path(x, calls):
         for _ in range(calls):
@@ -61,7 +61,7 @@ def test_compiled_code_keeps_to_the_plan_and_is_shared():
         with torch.no_grad():
             assert relative(ffn(x), right) < 1e-3
         assert graphs.frame_count == expected
-    assert len({ffn.plan for ffn in layers}) == 3
+    assert len({ffn.plans["eager"] for ffn in layers}) == 3
     assert [ffn.chooser.path(70) for ffn in layers] == ["union", "union", "dense"]
     with torch.no_grad():
         for observed in ((70, 70), (3, 21)):  # the code for either plan is there
@@ -93,8 +93,7 @@ def test_the_path_depends_on_the_situation(taken, monkeypatch):
     floors = tuple(Floor(situation, 1, {"union": 9.0}) for situation in ("eager", "compiled"))
     ffn.calibration = dataclasses.replace(ffn.calibration, floors=floors)
     ffn.observe(3, 3)
-    assert ffn.plan == ffn.plans["eager"]
-    assert ffn.plan == ((8, "decode"), (65_536, "dense"), (2**20, "union"))
+    assert ffn.plans["eager"] == ((8, "decode"), (65_536, "dense"), (2**20, "union"))
     assert ffn.plans["graph"] == ((8, "decode"), (2**20, "union"))
     with torch.no_grad():
         for _ in range(2):  # the first call warms up what a graph would launch

@@ -1,7 +1,7 @@
 """Language models with sparse feed-forward layers.
 
 Importing this package registers SparseLlamaForCausalLM with transformers' `AutoConfig` and
-`AutoModelForCausalLM`. `twell.model` is its public name.
+`AutoModelForCausalLM`.
 """
 
 from twell.models.adapters import Adapter, register_adapter

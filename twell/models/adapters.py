@@ -190,7 +190,6 @@ class OwnedFFN(SparseFFN):
     gate_proj = property(lambda self: self.parts.get("gate_proj"))
     up_proj = property(lambda self: self.parts["up_proj"])
     down_proj = property(lambda self: self.parts["down_proj"])
-    h_dropout = property(lambda self: self.parts.get("h_dropout"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self).get("names", ()):

@@ -76,10 +76,6 @@ class Activation:
         """h of g and, in a gated layer, u."""
         return self.of_gate(g) if u is None else self.of_gate(g) * self.of_up(u)
 
-    def through_gate(self, dG: Tensor, g: Tensor) -> Tensor:
-        """The gradient of a at active entries, from that of G."""
-        return dG * (2 * g) if self.squared else dG
-
 
 RELU = Activation("relu")
 ACTIVATIONS = {

@@ -157,7 +157,7 @@ def _reference(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
             y, l1, active = reference.union_train(*tensors, act=act)
         else:
             g = reference.gate_pack(x, *weights.first, act=act)
-            y, l1 = reference.rowwise_ffn(g, *tensors, act=act), None
+            y, l1 = reference.from_gate(g, *tensors, act=act), None
             active = g.unpack() != 0 if wants.activity else None
     return Result(y, l1, Activity.of(active, wants.token_mask) if wants.activity else None)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,8 @@ from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+
+import numpy as np
 
 # The time of each path depends on the number of tokens and on this; see `Calibration._work`.
 DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "union"}
@@ -40,9 +41,6 @@ BLOCK = 64
 FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
 # Cards with default calibrations of their own, by a word in their name; others take an H200's.
 CARDS = ("H100",)
-
-
-Curves = list[tuple[float, list[tuple[float, float]]]]
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,6 @@ class Calibration:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             for name, kind in _LISTS.items():
                 fields[name] = tuple(kind(**point) for point in fields.get(name, ()))
-            fields.pop("expected", None)  # files have it, and it is always null
             return cls(**fields)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no calibration: {error}") from None
@@ -151,59 +148,63 @@ class Calibration:
         return {None: 0.0, "active": active, "union": union}[DEPENDS_ON[path]]
 
     @cached_property
-    def _curves(self) -> dict[str, Curves]:
-        """By path a list of (tokens, curve); a curve is pairs (active or union, ms). Both rise."""
+    def _curves(self) -> dict[str, list[tuple[float, np.ndarray]]]:
+        """By path (tokens, curve), tokens rising; a curve has active or union, rising, and ms."""
         times = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         for point in self.times:
             for path, ms in point.ms.items():
                 times[path][point.tokens][self._work(path, point.active, point.union)].append(ms)
         return {
             path: sorted(
-                (tokens, sorted((x, median(several)) for x, several in by_x.items()))
+                (tokens, np.transpose(sorted((x, median(ms)) for x, ms in by_x.items())))
                 for tokens, by_x in curves.items()
             )
             for path, curves in times.items()
         }
 
     @cached_property
-    def _floors(self) -> dict[tuple[str, str], Curves]:
-        """The same of `floors` by situation and path; each curve has one point.
+    def _floors(self) -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
+        """By situation and path the logarithms of tokens, rising, and of the least ms.
 
         Fewer tokens do not take longer: other work on the host slows single measurements.
         """
-        curves = defaultdict(list)
-        for floor in sorted(self.floors, key=lambda floor: -floor.tokens):
+        points = defaultdict(list)
+        for floor in self.floors:
             for path, ms in floor.ms.items():
-                curve = curves[floor.situation, path]
-                least = min([ms, *(more for _, [(_, more)] in curve[:1])])
-                curve.insert(0, (floor.tokens, [(0.0, least)]))
-        return curves
+                points[floor.situation, path].append((floor.tokens, ms))
+        floors = {}
+        for key, pairs in points.items():
+            tokens, ms = np.log(sorted(pairs)).T
+            floors[key] = tokens, np.minimum.accumulate(ms[::-1])[::-1]
+        return floors
 
-    def predict(
-        self, num_tokens: float, active: float, union: float, situation: str = GRAPH
-    ) -> dict[str, float]:
-        """Return ms by path for means of `active` neurons per token and of `union`.
+    def predict(self, num_tokens: float, active: float, union: float) -> dict[str, float]:
+        """Return ms of the GPU by path for means of `active` neurons per token and of `union`.
 
         `union`: of blocks of 64 consecutive tokens, or of all tokens where there are fewer. Linear
         in the activity, and in log time over log tokens; proportional to tokens beyond the largest
         measured number. A sparse path is left out where neither this activity nor a higher one was
         measured, and below its smallest measured number of tokens; decode also above its largest.
-        No time is below the `floors` of the situation, which are constant beyond those measured.
         """
         times = {}
         for path, curves in self._curves.items():
-            ms = _interpolate(curves, num_tokens, self._work(path, active, union))
+            x = self._work(path, active, union)
+            ms_at = [np.interp(x, *curve, right=math.nan) for _, curve in curves]
+            # Not np.log, which may round otherwise: a measured number of tokens has to be found.
+            sizes = [math.log(tokens) for tokens, _ in curves]
+            ms = math.exp(np.interp(math.log(num_tokens), sizes, np.log(ms_at)))
             (fewest, _), (most, _) = curves[0], curves[-1]
-            known = ms is not None and num_tokens >= fewest
+            ms *= max(num_tokens / most, 1)
+            known = not math.isnan(ms) and num_tokens >= fewest
             known &= path != "decode" or num_tokens <= min(most, DECODE_CHUNK)
             if path == "dense" or known:
-                times[path] = max(ms, self._floor(path, num_tokens, situation))
+                times[path] = ms
         return times
 
     def _floor(self, path: str, num_tokens: float, situation: str) -> float:
-        """Return the least ms of a path: the time of Python does not grow with the tokens."""
+        """Return the least ms of a path, the time of Python: constant beyond those measured."""
         floors = self._floors.get((situation, path))
-        return _interpolate(floors, min(num_tokens, floors[-1][0]), 0.0) if floors else 0.0
+        return math.exp(np.interp(math.log(num_tokens), *floors)) if floors else 0.0
 
     def choices(self, num_tokens: float, active: float, union: float) -> dict[str, str]:
         """Return the fastest path by situation, dense unless a sparse one wins by the margin."""
@@ -272,37 +273,6 @@ class Calibration:
 
 
 _LISTS = {"times": Point, "floors": Floor}  # fields that are lists in files
-
-
-def _interpolate(curves: Curves, tokens: float, x: float) -> float | None:
-    """Return ms at (tokens, x); None where x exceeds every measured one on either side."""
-    place = bisect_left(curves, tokens, key=lambda curve: curve[0])
-    if place == len(curves):
-        last, curve = curves[-1]
-        ms = _at(curve, x)
-        return None if ms is None else ms * tokens / last
-    high, curve = curves[place]
-    above = _at(curve, x)
-    if place == 0 or high == tokens or above is None:
-        return above
-    low, curve = curves[place - 1]
-    below = _at(curve, x)
-    if below is None:
-        return None
-    share = math.log(tokens / low) / math.log(high / low)
-    return below ** (1 - share) * above**share
-
-
-def _at(curve: list[tuple[float, float]], x: float) -> float | None:
-    """Return ms at x: linear between points, constant below the first, None above the last."""
-    place = bisect_left(curve, x, key=lambda point: point[0])
-    if place == len(curve):
-        return None
-    high, above = curve[place]
-    if place == 0:
-        return above
-    low, below = curve[place - 1]
-    return below + (above - below) * (x - low) / (high - low)
 
 
 def crossing(levels: Sequence[tuple[float, float]]) -> float:

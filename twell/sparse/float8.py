@@ -18,7 +18,6 @@ Ours, not the paper's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +35,11 @@ MULTIPLE = 16  # of K, and of N in torch's product
 
 
 @dataclass(frozen=True)
-class PerRow:
-    """One scale for each row: a neuron's weights, a token's x. As torchao's `PerRow`."""
-
-
-@dataclass(frozen=True)
 class Float8DynamicActivationFloat8WeightConfig:
     """How `quantize_` stores a layer, named as torchao's configuration of the same kind.
 
-    granularity: `PerRow()`, the only one.
+    Each row has one scale, as with torchao's `PerRow`: a neuron's weights, a token's x.
+
     down: dense passes compute the down projection in FP8 too, with a copy of its weights, a byte an
         entry, where N is a multiple of 16. On recorded models of 85 M it costs 0.01% of the
         cross-entropy (data/bench/quality.csv). False: the copy is not kept.
@@ -52,13 +47,8 @@ class Float8DynamicActivationFloat8WeightConfig:
         take 4 bytes for each entry of gate and up together.
     """
 
-    granularity: Any = PerRow()
     keep_original: bool = False
     down: bool = True
-
-    def __post_init__(self):
-        if type(self.granularity).__name__ != "PerRow":
-            raise ValueError(f"granularity is {self.granularity!r}; expected PerRow()")
 
 
 def why_not(device: torch.device) -> str | None:
@@ -85,9 +75,8 @@ def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     # In fp64, since torch.compile divides fp32 inexactly; rounded twice, the quotient is the same.
     inverse = (LARGEST / amax.double()).float()
     values = torch.where(finite, wide * inverse, 0.0).clamp(-LARGEST, LARGEST)
-    return values.to(FLOAT8).contiguous(), torch.where(
-        finite, amax * (1 / LARGEST), torch.nan
-    ).squeeze(-1)
+    scale = torch.where(finite, amax * (1 / LARGEST), torch.nan)
+    return values.to(FLOAT8).contiguous(), scale.squeeze(-1)
 
 
 def wide(values: Tensor, scale: Tensor) -> Tensor:
@@ -175,7 +164,7 @@ class Float8Linear(nn.Module):
         self,
         in_features: int,
         out_features: int,
-        bias: Tensor | None,
+        bias: nn.Parameter | None,
         device: torch.device | None = None,
         saved: bool = True,
     ):
@@ -185,10 +174,9 @@ class Float8Linear(nn.Module):
         self.register_buffer("weight", weight, persistent=saved)
         scale = torch.empty(out_features, dtype=torch.float32, device=device)
         self.register_buffer("weight_scale", scale, persistent=saved)
-        kept = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self.register_parameter("bias", kept)
+        self.register_parameter("bias", bias)
         self.original: Tensor | None = None
-        self.trained = True, True  # whether weight and bias were parameters to train
+        self.trained = True  # whether the weight was a parameter to train
 
     @classmethod
     def of(cls, part: nn.Linear, keep_original: bool = False, saved: bool = True) -> Float8Linear:
@@ -196,8 +184,7 @@ class Float8Linear(nn.Module):
         bias = part.bias if saved else None
         result = cls(part.in_features, part.out_features, bias, part.weight.device, saved)
         result.weight, result.weight_scale = quantize(part.weight.detach())
-        has_bias = bias is not None
-        result.trained = part.weight.requires_grad, has_bias and part.bias.requires_grad
+        result.trained = part.weight.requires_grad
         if keep_original:
             result.original = part.weight.detach().to("cpu", copy=True)
         return result
@@ -217,9 +204,8 @@ class Float8Linear(nn.Module):
             weight = (self.weight.float() * self.weight_scale[:, None]).bfloat16()
         part = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         weight = weight.to(self.weight.device, dtype)
-        part.weight = nn.Parameter(weight, requires_grad=self.trained[0])
-        if self.bias is not None:
-            part.bias = nn.Parameter(self.bias.detach().to(dtype), requires_grad=self.trained[1])
+        part.weight = nn.Parameter(weight, requires_grad=self.trained)
+        part.bias = self.bias
         return part.train(self.training)
 
     def _load_from_state_dict(self, state_dict, prefix, *others) -> None:

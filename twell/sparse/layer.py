@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from twell.sparse import backends, float8
 from twell.sparse.activations import get_activation
-from twell.sparse.calibration import DEPENDS_ON, EAGER, SITUATIONS, Calibration
+from twell.sparse.calibration import DEPENDS_ON, SITUATIONS, Calibration
 from twell.sparse.edit import Edit
 from twell.sparse.observe import ActivityStats, Outbox, Wants, open_collector, show_hidden
 from twell.sparse.order import TokenOrder
@@ -226,13 +226,11 @@ class SparseFFN(nn.Module):
         return why_dense(self.parts, sharded=True) is None
 
     @property
-    def plan(self) -> tuple[tuple[int, str], ...]:
-        """Pairs (most tokens, path) of "auto" in eager calls; the last path serves more too."""
-        return self.plans[EAGER]
-
-    @property
     def plans(self) -> dict[str, tuple[tuple[int, str], ...]]:
-        """Pairs as in `plan` by situation: eager calls, code of torch.compile, CUDA graphs."""
+        """Pairs (most tokens, path) of "auto"; the last path serves more too.
+
+        By situation: "eager" calls, code of torch.compile ("compiled"), CUDA graphs ("graph").
+        """
         dense = dict.fromkeys(SITUATIONS, ((POWERS[-1], "dense"),))
         return self.chooser.plans if self.readable else dense
 
@@ -295,7 +293,7 @@ class SparseFFN(nn.Module):
             result = order.undo(backends.sparse(self, order.take(rows), wants))
         if wants.hidden and not box:  # sparse backends keep no h
             show_hidden(self, *(result.hidden or self.activations(x)))
-        self.outbox.show(self, watch, wants, result, leading, torch.is_grad_enabled())
+        self.outbox.show(self, watch, wants, result, leading)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
 
@@ -364,11 +362,8 @@ class SparseFFN(nn.Module):
         """Return the dense (g, h), both [..., N]; a neuron is active where g != 0."""
         parts, act = self.parts, self.act
         gate, up = parts.get("gate_proj"), parts["up_proj"]
-        if gate is None:
-            g = act.gate(up(x))
-            return g, act.hidden(g, None)
-        g = act.gate(gate(x))
-        return g, act.hidden(g, up(x))
+        g = act.gate(up(x) if gate is None else gate(x))
+        return g, act.hidden(g, None if gate is None else up(x))
 
     def extra_repr(self) -> str:
         threshold = f", threshold={self.threshold:g}" if self.threshold else ""

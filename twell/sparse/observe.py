@@ -31,13 +31,11 @@ def is_exporting() -> bool:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether later passes can read a tensor: not one of a trace or of torch.vmap."""
+    """Return whether later passes can read a tensor: not one of a trace or of torch.func."""
     if torch.compiler.is_compiling():
         return not is_exporting()
-    kinds = torch._C._functorch.TransformType
-    transforms = torch._C._functorch.get_interpreter_stack() or ()
-    batched = any(one.key() not in (kinds.Grad, kinds.Jvp) for one in transforms)
-    return type(tensor) is Tensor and not tensor.is_meta and not batched
+    transformed = torch._C._are_functorch_transforms_active()
+    return type(tensor) is Tensor and not tensor.is_meta and not transformed
 
 
 class Activity(NamedTuple):
@@ -103,7 +101,7 @@ class ActivityStats:
     tokens by their number of active neurons, so that mean, maximum and every percentile are exact.
     `counters` holds both; replicas and threads add to the same ones. They are not registered
     buffers: DistributedDataParallel would overwrite them with rank 0's. Traces (fake
-    tensors, the meta device, torch.export) and passes inside of torch.vmap are not counted.
+    tensors, the meta device, torch.export) and passes inside of torch.func are not counted.
     """
 
     def __init__(self, intermediate_size: int):
@@ -125,9 +123,8 @@ class ActivityStats:
             self.counters = neurons + neuron_counts, histogram
 
     def _zeros(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        size = self.intermediate_size
-        zeros = torch.zeros(2 * size + 1, dtype=torch.int64, device=device)
-        return zeros[:size], zeros[size:]
+        options, size = {"dtype": torch.int64, "device": device}, self.intermediate_size
+        return torch.zeros(size, **options), torch.zeros(size + 1, **options)
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return (neuron_counts, histogram), and start from zero."""
@@ -331,9 +328,9 @@ class Outbox:
         wants: Wants,
         result: Result,
         leading: torch.Size,
-        grad: bool,
     ) -> None:
         """Hand on the L1 term, as [...] of the input, and the activity of a pass of this layer."""
+        grad = torch.is_grad_enabled()
         l1 = result.l1.reshape(leading) if wants.l1 and result.l1 is not None else None
         if watch is None:
             self.last = l1

@@ -30,7 +30,7 @@ again is a CUDA graph (kernels/replay.py). A dense layer in compiled code is
 plain PyTorch, which fuses with its surroundings. Nothing here keeps state or waits for the device,
 and the same call gives the same bits, under torch.compile(fullgraph=True), in CUDA graphs and on
 any stream. Gradients of twell::ffn are dense: backward keeps x and the weights alone and computes
-the layer again (reference.gradients).
+the layer again.
 
 Non-finite values: a NaN in a row of x reaches this row of y alone. An inf or NaN in the weights of
 an inactive neuron does not reach the token, with two exceptions: w_down of a union or decode block
@@ -337,9 +337,12 @@ def _save(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _differentiate(ctx, dy):
-    needs = ctx.needs_input_grad[:7]
-    gradients = reference.gradients(*ctx.saved_tensors, dy=dy, needs=needs, act=ctx.act)
-    return *gradients, None, None, None
+    tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:7]
+    wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+    with torch.enable_grad():
+        y = reference.ffn(*tensors, act=ctx.act)
+    computed = iter(torch.autograd.grad(y, wanted, dy, create_graph=torch.is_grad_enabled()))
+    return *(next(computed) if need else None for need in needs), None, None, None
 
 
 operator.register_autograd(_differentiate, setup_context=_save)
@@ -450,8 +453,6 @@ def ffn(
             return ffn(*given, activation=activation, threshold=threshold, path=path, out=out)
     if x.dim() == 0:
         raise ValueError("x is a single number, expected [..., hidden_size]")
-    if w_up.dim() == 0:
-        raise ValueError("w_up is a single number, expected [intermediate_size, hidden_size]")
     if out is not None:
         _check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)

@@ -113,7 +113,6 @@ class Chooser:
         self.device_name: str | None = None  # unknown
         self._known: dict[int, tuple[float, float]] = {}  # activity of the plan, by class
         self._forget_counters()
-        self._forget_plans()
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,7 +122,6 @@ class Chooser:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget_counters()
-        self._forget_plans()
         self._make_plan()
 
     @property
@@ -266,28 +264,22 @@ class Chooser:
 
     # --- the plans
 
-    def _forget_plans(self) -> None:
-        self.plans: dict[str, tuple[tuple[int, str], ...]] = {}
-        # Plans by power. Lists: torch.compile guards their read entries, of a tuple all entries.
-        self._paths: dict[str, list[str]] = {}
-        self._warm: set[tuple[int, str]] = set()
-        self._quick: dict[int, str] = {}
-
     def _make_plan(self) -> None:
-        self._quick.clear()
         calibration = self._calibration or default(
             *self.shape, self._quantized, self.device_name or ""
         )
-        activities = {size: self._activity(size) for size in CLASSES}
         dense, choices = dict.fromkeys(SITUATIONS, "dense"), []
         for power in POWERS:
-            activity = activities[min(power, BLOCK)]
+            activity = self._activity(min(power, BLOCK))
             choices.append(dense if activity is None else calibration.choices(power, *activity))
+        # By power. Lists: torch.compile guards their read entries, of a tuple all entries.
+        paths = {situation: [one[situation] for one in choices] for situation in SITUATIONS}
+        plans: dict[str, tuple[tuple[int, str], ...]] = {}
         for situation in SITUATIONS:
-            paths = [choice[situation] for choice in choices]
-            same = groupby(zip(POWERS, paths, strict=True), key=itemgetter(1))
-            self._paths[situation] = paths
-            self.plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
+            same = groupby(zip(POWERS, paths[situation], strict=True), key=itemgetter(1))
+            plans[situation] = tuple(list(pairs)[-1] for _, pairs in same)
+        # Replaced as a whole: another thread may read them.
+        self._paths, self.plans, self._quick = paths, plans, {}
 
     def _activity(self, size: int) -> tuple[float, float] | None:
         """Return the active neurons and the union expected in calls of a class; None: unknown."""
@@ -308,6 +300,7 @@ class Chooser:
     # --- counting and reading; never while torch.compile traces or a stream is captured
 
     def _forget_counters(self) -> None:
+        self._warm: set[tuple[int, str]] = set()  # calls that were warmed up for graphs
         self._counters: Tensor | None = None
         self._of_class: list[Tensor] = []  # its rows: to take one costs every call a microsecond
         self._read = [[0] * 4 for _ in CLASSES]  # the totals up to the newest window

@@ -125,7 +125,7 @@ class SparseTraining:
         self._running = running = object()
         try:
             self._decide()  # backends and calibrations may have changed
-            restore = _random_state(self.layers)
+            restore = _random_state()
             counters = [ffn.stats.counters for ffn in self.layers]
             largest = self.capacities[-1]
             for attempt in range(ATTEMPTS):
@@ -265,20 +265,16 @@ def capacities(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-def _random_state(layers: list[SparseFFN]) -> Callable[[], None]:
-    """Copy torch's random state on the CPU, the current GPU and the layers' GPUs, without waiting.
+def _random_state() -> Callable[[], None]:
+    """Copy torch's random state on the CPU and on all GPUs, without waiting.
 
     Returns a function that restores it.
     """
     cpu = torch.get_rng_state()
-    devices = {ffn.device for ffn in layers if ffn.device.type == "cuda"}
-    if torch.cuda.is_initialized():
-        devices.add(torch.device("cuda", torch.cuda.current_device()))
-    gpus = {device: torch.cuda.get_rng_state(device) for device in devices}
+    gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore() -> None:
         torch.set_rng_state(cpu)
-        for device, state in gpus.items():
-            torch.cuda.set_rng_state(state, device)
+        torch.cuda.set_rng_state_all(gpus)
 
     return restore
