@@ -86,8 +86,7 @@ def scored(
     scores: dict[int, tuple] = {}
     start = 0
     while start < len(order):
-        batch = max(1, BATCH_TOKENS // len(sequences[order[start]]))
-        ids = next(same_length((sequences[number] for number in order[start:]), batch))
+        ids = next(same_length((sequences[number] for number in order[start:]), BATCH_TOKENS))
         tokens = torch.tensor(ids, device=model.device)
         logits = model(input_ids=tokens, use_cache=False).logits[:, :-1].float()
         chosen = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None])[..., 0]

@@ -43,7 +43,7 @@ def start(config: TrainConfig, folder: Path) -> int:
     if child == 0:
         try:
             torch.set_num_threads(1)  # a fork has no threads of a pool, and would wait for them
-            train(config, folder, resume=results.run_state(folder) != "nothing", quiet=True)
+            train(config, folder, resume=(folder / "provenance.json").is_file(), quiet=True)
             os._exit(0)
         except BaseException as error:  # a forked process must never return into the test runner
             print(f"training failed: {error!r}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from twell.inspector import VIEW, Side, pages
 def test_a_passage_is_packed_as_it_is(neurons):
     passage, _ = make_trace(SEED, num_tokens=40)
     indices = passage.indices.astype(int) * (neurons - 1) // 299
-    passage.indices = indices.astype(passage.dtype(neurons))
+    passage.indices = indices.astype(np.min_scalar_type(neurons - 1))
     passage.intermediate_size = neurons
     _, [(about, packed)] = unpacked(inspector.pack([Side("a", passage)]))
     assert (about["tokens"], about["layers"], about["neurons"]) == (40, 3, neurons)

@@ -7,10 +7,8 @@ when they are called. The configurations of the package lie in configs/.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -161,13 +159,16 @@ class TrainConfig:
             )
 
     @classmethod
-    def load(cls, name: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
+    def load(
+        cls, name: str | Path, overrides: Iterable[str] = (), **defaults: object
+    ) -> TrainConfig:
         """Read a YAML file, or one of the package's own by name, and apply key=value overrides.
 
-        A file may name another as `base`, whose fields it then overrides. Raises FileNotFoundError
-        for a file that does not exist, ValueError for an unknown field or an unfit value.
+        A file may name another as `base`, whose fields it then overrides. defaults: fields in place
+        of the file's. Raises FileNotFoundError for a file that does not exist, ValueError for an
+        unknown field or an unfit value.
         """
-        fields = _read_config(name)
+        fields = _read_config(name) | defaults
         if Path(name).is_file() and (Path(name).parent / "provenance.json").is_file():
             # Runs of versions without this field parsed special tokens.
             fields.setdefault("parse_special", True)
@@ -193,14 +194,11 @@ class TrainConfig:
         ends = [math.ceil(float(word) / self.batch_tokens) for word in words]
         return {end * 9 // 10 // self.log_every * self.log_every: end for end in ends}
 
-    def changes(self, before: dict) -> str:
-        """Return the fields that differ from `before`, with both values; "" for none.
-
-        A field that `before` lacks, since an older version wrote it, is unchanged.
-        """
-        now = dataclasses.asdict(self)
-        changed = [name for name in now if name in before and now[name] != before[name]]
-        return "; ".join(f"{name} was {before[name]!r} and is {now[name]!r}" for name in changed)
+    def changes(self, before: TrainConfig) -> str:
+        """Return the fields that differ from `before`, with both values; "" for none."""
+        pairs = {name: (getattr(before, name), getattr(self, name)) for name in _TYPES}
+        changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        return "; ".join(f"{name} was {a!r} and is {b!r}" for name, (a, b) in changed.items())
 
     def prepare_text(
         self, process: int = 0, num_processes: int = 1
@@ -258,16 +256,8 @@ class TrainConfig:
 
 
 def cache_folder() -> Path:
-    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder.
-
-    It is created. Raises OSError when it cannot be.
-    """
-    try:
-        folder = Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
-        raise OSError(f"no folder for a cache: {error}; TWELL_CACHE names another place") from None
-    return folder
+    """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder."""
+    return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
 
 
 def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
@@ -275,9 +265,7 @@ def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
 
     Paper: App. C.3.
     """
-    if not warmup_steps:
-        return float(step > zero_steps)
-    return min(max(step - zero_steps, 0) / warmup_steps, 1.0)
+    return min(max(step - zero_steps, 0) / max(warmup_steps, 1), 1.0)
 
 
 _TYPES = typing.get_type_hints(TrainConfig)
@@ -311,19 +299,15 @@ _RULES: list[tuple[str, Callable, str]] = [
 
 def _coerce(name: str, kind: type, value):
     """Return the value as the field's type: YAML reads 1e-3 as text, and 1e6 tokens are fine."""
-    if isinstance(kind, types.UnionType):
-        kind, _ = typing.get_args(kind)  # the other is None
-        if value is None:
-            return None
+    kind, *none = typing.get_args(kind) or [kind]  # none: where the field may be None
+    if none and value is None:
+        return None
     if kind in (int, float) and isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)
-    if kind is int and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if name == "decay_at" and type(value) in (int, float):
-        value = str(value)  # a single number
+    if type(value) in (int, float) and kind is not bool:
+        if kind is not int or value % 1 == 0:
+            value = kind(value)
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}; expected {kind.__name__}")
     return value

@@ -33,6 +33,8 @@ import secrets
 import shlex
 import subprocess
 import sys
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,7 +49,6 @@ PACKAGES = "torch triton transformers vllm accelerate tokenizers numpy pandas ma
 # Accelerate's variables for FSDP2 that change a training's computation, and their defaults.
 FSDP_DEFAULTS = {
     "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_OFFLOAD_PARAMS": "false",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
@@ -63,6 +64,9 @@ MODEL_FILES = """config.json generation_config.json model.safetensors model-*-of
     calibration.json""".split()
 # Files that only a training or an export writes.
 KEPT_FILES = {*RUN_FILES, *MODEL_FILES} - {"aggregate.npz", "calibration.json"}
+# What reading a damaged file raises; zipfile has RuntimeError for encrypted members.
+DAMAGES = LookupError, ValueError, TypeError, EOFError, RuntimeError, lzma.LZMAError, zlib.error
+DAMAGES += yaml.YAMLError, zipfile.BadZipFile
 UNFINISHED = ".part"  # a file that is being written; a killed process leaves it behind
 
 
@@ -176,8 +180,7 @@ def _launcher() -> list[str]:
         words += ["--use_fsdp", "--fsdp_version", os.environ.get("FSDP_VERSION", "1")]
         for name, default in FSDP_DEFAULTS.items():
             if (value := os.environ.get(name, default)).lower() != default.lower():
-                words += [f"--{name.lower()}".replace("transformer_cls", "transformer_layer_cls")]
-                words += [value]
+                words += [f"--{name.lower()}", value]
     processes = os.environ.get("WORLD_SIZE", "1")
     machines = int(processes) // int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     words += ["--num_machines", str(machines)] if machines > 1 else []
@@ -275,18 +278,6 @@ def write_run(folder: str | Path, config: dict, origin: dict) -> None:
     write_atomically(Path(folder) / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
-def run_state(folder: str | Path) -> str:
-    """Return what a folder holds: "nothing", a "run", or something "else".
-
-    Hidden files are nothing. A run has a provenance.json, which is written first.
-    """
-    paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
-    names = {path.name for path in paths if not path.name.startswith(".")} - {LOCK}
-    if not names:
-        return "nothing"
-    return "run" if "provenance.json" in names else "else"
-
-
 def remove_run(folder: str | Path) -> None:
     """Delete a run's files by their names, and its unfinished files. All other files stay.
 
@@ -313,26 +304,21 @@ def remove_unfinished(folder: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Name the file where it has another form than ours."""
+def reading(path: str | Path, remedy: str = "put back a copy of it") -> Iterator[None]:
+    """Name the file where it has another form than ours, and how to get one that has."""
     try:
         yield
-    except (LookupError, ValueError, TypeError, EOFError, lzma.LZMAError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is damaged, put back a copy of it: {error!r}") from None
+    except DAMAGES as error:
+        raise ValueError(f"{path} is damaged or of another kind, {remedy}: {error!r}") from None
 
 
 def load_provenance(folder: str | Path) -> dict:
-    """Read a run's provenance. `starts` has an entry for each start, at least one.
-
-    Raises ValueError naming the file when it cannot be read.
-    """
+    """Read a run's provenance. Raises ValueError naming the file when it cannot be read."""
     path = Path(folder) / "provenance.json"
     with reading(path):
-        origin = json.loads(path.read_text(encoding="utf-8"))
-        first = {field: origin[field] for field in PROVENANCE_FIELDS}
-        # Older versions wrote no starts.
-        starts = origin.get("starts") or [first | {"date": origin.get("date")}]
-        return origin | {"starts": [dict(start) for start in starts]}
+        origin = dict(json.loads(path.read_text(encoding="utf-8")))
+        _check_provenance(origin)
+        return origin
 
 
 def load_log(path: str | Path) -> pd.DataFrame:

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import scipy.stats
 
-from twell.trace import Aggregate, Trace
+from twell.trace import BLOCKS, COMPRESSIONS, Aggregate, Trace
 from twell.trace.neurons import active_entries, correlated_pairs, places
 
 WHERE = ("right after the word", "elsewhere in sequences with it", "in sequences without it")
@@ -26,84 +26,82 @@ def _table(**columns: Any) -> pd.DataFrame:
     return pd.DataFrame({n: a.reshape(-1) for n, a in zip(names, arrays, strict=True)})
 
 
-def per_layer(trace: Trace | Aggregate) -> pd.DataFrame:
+def per_layer(aggregate: Aggregate) -> pd.DataFrame:
     """Return mean, median, p99 and max of the active neurons per token, a row a layer (Fig. 6).
 
     dead: the share of neurons that are never active; max_over_mean: the busiest token over the
     mean.
     """
-    number = np.arange(trace.intermediate_size + 1)
+    number = np.arange(aggregate.intermediate_size + 1)
     rows = []
-    for tokens in trace.histogram():
+    for tokens in aggregate.active_histogram:
         counts = np.repeat(number, tokens)  # of every token, ascending
         middle, high = np.median(counts), np.percentile(counts, 99)
         rows.append((len(rows), counts.mean(), middle, high, counts.max()))
     table = pd.DataFrame(rows, columns=["layer", "mean", "median", "p99", "max"])
-    table["dead"] = (trace.neurons()[0] == 0).mean(axis=1)
-    table["active_fraction"] = table["mean"] / trace.intermediate_size
+    table["dead"] = (aggregate.neurons()[0] == 0).mean(axis=1)
+    table["active_fraction"] = table["mean"] / aggregate.intermediate_size
     table["max_over_mean"] = table["max"] / table["mean"]
     return table
 
 
-def per_token(trace: Trace | Aggregate, min_count: int = 16) -> pd.DataFrame:
+def per_token(aggregate: Aggregate, min_count: int = 16) -> pd.DataFrame:
     """Return the mean activity of each token of the vocabulary, lowest first (Fig. 7a).
 
     mean_active is over all occurrences and layers. Rarer tokens are left out: below the paper's
     filter, or with fewer than `min_count` occurrences.
     """
-    token_id, token, count, active = trace.by_token()
-    table = pd.DataFrame({"token_id": token_id, "token": token, "count": count})
-    table["frequency"] = count / trace.num_tokens
-    table["mean_active"] = active / (count * trace.num_layers)
+    table = pd.DataFrame({"token_id": aggregate.token_ids, "token": aggregate.strings})
+    table["count"] = aggregate.occurrences
+    table["frequency"] = table["count"] / aggregate.num_tokens
+    table["mean_active"] = aggregate.token_active / (table["count"] * aggregate.num_layers)
     table = table[(table["frequency"] >= _MIN_FREQUENCY) & (table["count"] >= min_count)]
     return table.sort_values(["mean_active", "token_id"], ignore_index=True)
 
 
-def by_position(trace: Trace | Aggregate) -> pd.DataFrame:
+def by_position(aggregate: Aggregate) -> pd.DataFrame:
     """Return the mean activity over layers and sequences at each position, 0 first (Fig. 7b).
 
     n: the number of sequences that reach the position.
     """
-    n, active = trace.by_position()
-    means = active.sum(axis=0) / (n * trace.num_layers)
+    ends = np.bincount(aggregate.lengths)[1:]  # sequences whose last position is 0, 1, ...
+    n = ends[::-1].cumsum()[::-1]
+    means = aggregate.position_active.sum(axis=0) / (n * aggregate.num_layers)
     return pd.DataFrame({"position": np.arange(len(n)), "mean_active": means, "n": n})
 
 
-def union_sizes(
-    trace: Trace | Aggregate, blocks: Sequence[int] = (16, 32, 64, 128, 256)
-) -> pd.DataFrame:
+def union_sizes(aggregate: Aggregate) -> pd.DataFrame:
     """Return the number of different neurons that a block of consecutive tokens activates.
 
-    Columns: layer, block, and mean and max over whole blocks. Blocks longer than the trace have no
+    Columns: layer, block, and mean and max over whole blocks. Blocks longer than the text have no
     row.
     """
-    block = np.array([size for size in blocks if size <= trace.num_tokens], dtype=np.int64)
-    total, largest, _ = trace.unions(block.tolist())
-    mean = total / (trace.num_tokens // block)
-    return _table(layer=np.arange(trace.num_layers)[:, None], block=block, mean=mean, max=largest)
+    block = np.array(BLOCKS)
+    fits = block <= aggregate.num_tokens
+    mean = aggregate.union_sum[:, fits] / (aggregate.num_tokens // block[fits])
+    layer = np.arange(aggregate.num_layers)[:, None]
+    return _table(layer=layer, block=block[fits], mean=mean, max=aggregate.union_max[:, fits])
 
 
-def tile_overflow(
-    trace: Trace | Aggregate, tile_n: int = 256, compressions: Sequence[int] = (2, 4, 8, 16)
-) -> pd.DataFrame:
+def tile_overflow(aggregate: Aggregate) -> pd.DataFrame:
     """Return the share of tokens with an overflowing tile of TwELL (section 3.2, App. A.1)."""
-    rows, _ = trace.overflows(tile_n, compressions)
-    layer = np.arange(trace.num_layers)[:, None]
-    shares = rows / trace.num_tokens
-    return _table(layer=layer, compression=np.array(compressions), overflow_rows=shares)
+    layer = np.arange(aggregate.num_layers)[:, None]
+    shares = aggregate.overflow_rows / aggregate.num_tokens
+    return _table(layer=layer, compression=np.array(COMPRESSIONS), overflow_rows=shares)
 
 
-def kept_activity(trace: Trace | Aggregate) -> pd.DataFrame:
+def kept_activity(aggregate: Aggregate) -> pd.DataFrame:
     """Return the activity that is kept of every model: layer (-1 for all), metric and value.
 
     Metrics of a layer: the columns of `per_layer`, and overflow, the share of tokens with an
     overflowing tile at compression 8. Of all layers: first, the mean activity at position 0; later,
     in the second half of the context; and most, the position of the largest mean.
     """
-    table = per_layer(trace).set_index("layer")
-    table["overflow"] = tile_overflow(trace, compressions=(8,)).set_index("layer")["overflow_rows"]
+    table = per_layer(aggregate).set_index("layer")
+    overflow = tile_overflow(aggregate).query("compression == 8")
+    table["overflow"] = overflow.set_index("layer")["overflow_rows"]
     rows = table.rename_axis(columns="metric").stack().rename("value").reset_index()
-    mean = by_position(trace)["mean_active"]
+    mean = by_position(aggregate)["mean_active"]
     positions = {"first": mean[0], "later": mean[len(mean) // 2 :].mean(), "most": mean.idxmax()}
     last = pd.DataFrame({"layer": -1, "metric": positions.keys(), "value": positions.values()})
     return pd.concat([rows, last], ignore_index=True).round(6)

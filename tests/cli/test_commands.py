@@ -189,7 +189,7 @@ def test_a_bar_shows_at_once_ends_by_ctrl_c_and_changes_no_number(place, watched
     for text in ("loading PyTorch", r"40 steps on [^\r]*\r\n", "new  step 0/40  validation", NOW):
         child.expect(text)
     child.sendintr()
-    child.expect("interrupted; .*checkpoint-.*--resume")
+    child.expect("interrupted; .*checkpoint of step .*--resume")
     assert "\x1b[?25h" in child.before  # the cursor is back
     child.expect(pexpect.EOF)
     assert child.wait() == 130

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from twell.trace import Aggregate, Trace
-from twell.trace.counter import Counter
+from twell.trace.counter import Counter, Near
 
 LENGTHS = (40, 40, 40, 40, 7, 1, 1, 64, 64, 64, 64, 64, 100, 3)
 DEAD, OFTEN, AT_MOST_ONCE = 7, 8, 9  # neurons of `random_activity`
@@ -53,20 +53,18 @@ def aggregate_of(trace: Trace, batch=3, max_bytes=10**9) -> Aggregate:
     """Show a trace to the counter, at most `batch` sequences at a time."""
     starts = np.flatnonzero(trace.position == 0)
     sequences = np.split(trace.token_ids, starts[1:])
-    longest = max(map(len, sequences))
-    counter = Counter(trace.num_layers, trace.intermediate_size, 60, longest)
-    for one in batches(trace, range(len(sequences)), batch):
+    counter = Counter(trace.num_layers, trace.intermediate_size, sequences)
+    for one in batches(trace, batch):
         counter.add(*one)
-    near = counter.near(sequences)
-    for ids, layers, _ in batches(trace, np.searchsorted(starts, near.starts).tolist(), batch):
+    near = Near(counter)
+    for ids, layers, _ in batches(trace, batch):
         near.add(ids, layers)
-    return counter.finish(sequences, near, NO_WORDS, max_bytes, {})
+    return counter.finish(near, NO_WORDS, max_bytes, {})
 
 
-def batches(trace, numbers, batch):
-    """The batches of these sequences of a trace, as `tracing.passes` yields them."""
-    starts = [*np.flatnonzero(trace.position == 0), trace.num_tokens]
-    rows = [np.arange(starts[number], starts[number + 1]) for number in numbers]
+def batches(trace, batch):
+    """The batches of a trace, as `tracing.passes` yields them."""
+    rows = np.split(np.arange(trace.num_tokens), np.flatnonzero(trace.position == 0)[1:])
     while rows:
         length = len(rows[0])
         group = list(itertools.takewhile(lambda row, n=length: len(row) == n, rows[:batch]))

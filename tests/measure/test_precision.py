@@ -53,7 +53,7 @@ def test_rows_are_the_losses_of_quantised_models(tmp_path):
     tokens = imposed.draw_tokens(640, 12, 30, seed=SEED).tolist()
     sequences = [*tokens[:9], *(row[:11] for row in tokens[9:]), [5]]
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    rows = quality("tiny", model, sequences, batch=4, source="x", out=tmp_path)
+    rows = quality("tiny", model, sequences, source="x", out=tmp_path)
     table = pd.read_csv(tmp_path / "quality.csv").set_index("provider")
     assert list(table.index) == NAMES and all(list(row) == COLUMNS["quality"] for row in rows)
     state = model.state_dict()
@@ -74,7 +74,7 @@ def test_rows_are_the_losses_of_quantised_models(tmp_path):
     assert (table.filter(like="dense_").iloc[[0, 1, 3]] == 0).all(axis=None)
     assert (table["active"] - 20).abs().max() < 6
     # The interval of different sequences has about normal's width.
-    rows = pd.DataFrame(quality("tiny", model, sequences[:9], batch=3))
+    rows = pd.DataFrame(quality("tiny", model, sequences[:9]))
     width = 2 * 1.96 * ((losses[1] - losses[0])[:9] / 29).std() / 3
     assert rows["high"][1] - rows["low"][1] == pytest.approx(width, rel=0.25)
     with pytest.raises(ValueError, match="at least two sequences"):

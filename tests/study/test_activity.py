@@ -8,8 +8,10 @@ import torch
 from study import analysis
 from tests.factories import SEED
 from tests.factories.analysis import make_trace
+from tests.factories.trace import aggregate_of
 from twell import Aggregate, results
 from twell.sparse.formats import PackedTwELL
+from twell.trace import BLOCKS, COMPRESSIONS, TILE_N
 
 
 @pytest.fixture(params=[60, 1], ids=lambda tokens: f"{tokens} tokens")
@@ -29,30 +31,32 @@ def test_layers_positions_and_neurons(traced):
     expected = expected.assign(max=counts.max(1), dead=1 - mask.any(1).mean(1))
     expected = expected.assign(active_fraction=counts.mean(1) / 300)
     expected["max_over_mean"] = expected["max"] / expected["mean"]
-    same(analysis.per_layer(trace), expected)
+    same(analysis.per_layer(aggregate_of(trace)), expected)
     groups = pd.DataFrame({"position": trace.position, "active": counts.mean(0)})
     groups = groups.groupby("position")["active"].agg(mean_active="mean", n="size")
-    same(analysis.by_position(trace), groups.reset_index())
+    same(analysis.by_position(aggregate_of(trace)), groups.reset_index())
 
 
 def test_blocks_and_tiles(traced):
     trace, mask = traced
-    table = analysis.union_sizes(trace, blocks=(1, 4, 16, 100))
-    sizes = [block for block in (1, 4, 16, 100) if block <= trace.num_tokens]
+    counted = aggregate_of(trace)
+    table = analysis.union_sizes(counted)
+    sizes = [block for block in BLOCKS if block <= trace.num_tokens]
     assert table["block"].tolist() == 3 * sizes
     for row in table.itertuples():
         whole = trace.num_tokens // row.block * row.block
         blocks = mask[row.layer, :whole].reshape(-1, row.block, 300)
         unions = blocks.any(1).sum(1)
         assert (row.mean, row.max) == pytest.approx((unions.mean(), unions.max()), rel=1e-12)
-    table = analysis.tile_overflow(trace, tile_n=64, compressions=(2, 8))
-    assert table["compression"].tolist() == [2, 8] * 3
-    tiles = np.pad(mask, ((0, 0), (0, 0), (0, 20))).reshape(3, -1, 5, 64).sum(-1)
+    table = analysis.tile_overflow(counted)
+    assert table["compression"].tolist() == [*COMPRESSIONS] * 3
+    tiles = np.pad(mask, ((0, 0), (0, 0), (0, 212))).reshape(3, -1, 2, TILE_N).sum(-1)
     for row in table.itertuples():
-        over = tiles[row.layer] > 64 // row.compression - 1
+        over = tiles[row.layer] > TILE_N // row.compression - 1
         assert row.overflow_rows == pytest.approx(over.any(1).mean(), abs=1e-12)
-    packed = PackedTwELL.pack(torch.from_numpy(mask[1]).bfloat16(), 64, 8)
-    assert table["overflow_rows"][3] == pytest.approx(len(packed.overflow_rows) / len(mask[1]))
+    packed = PackedTwELL.pack(torch.from_numpy(mask[1]).bfloat16(), TILE_N, 16)
+    (share,) = table.query("layer == 1 and compression == 16")["overflow_rows"]
+    assert share == pytest.approx(len(packed.overflow_rows) / len(mask[1]))
 
 
 @pytest.mark.parametrize("to", ["token", "position"])

@@ -29,45 +29,41 @@ def records(trace, counted):
     return {"trace": trace, "aggregate": counted}
 
 
-@pytest.mark.parametrize("kind", ["trace", "aggregate"])
-def test_counts_are_those_of_the_dense_layers(records, kind):
-    trace, record = records["trace"], records[kind]
+def test_counts_are_those_of_the_dense_layers(trace, counted):
     active, h = dense(trace)
     layers, tokens, neurons = active.shape
-    assert (record.num_layers, record.num_tokens) == (layers, tokens)
+    for record in (trace, counted):
+        assert (record.num_layers, record.num_tokens) == (layers, tokens)
+        fires, sums, largest = record.neurons()
+        assert np.array_equal(fires, active.sum(1))
+        np.testing.assert_allclose(sums, h.sum(1), rtol=1e-6, atol=1e-3)
+        assert np.array_equal(largest, np.abs(h).max(1))
     histogram = [np.bincount(of_layer.sum(1), minlength=neurons + 1) for of_layer in active]
-    assert np.array_equal(record.histogram(), histogram)
+    assert np.array_equal(counted.active_histogram, histogram)
 
-    ids, strings, occurrences, token_active = record.by_token()
+    ids = counted.token_ids
     assert ids.tolist() == sorted(set(trace.token_ids))
-    assert strings == [f"<{token}>" for token in ids]
-    assert occurrences.tolist() == [(trace.token_ids == token).sum() for token in ids]
-    assert token_active.tolist() == [active[:, trace.token_ids == token].sum() for token in ids]
+    assert counted.strings == [f"<{token}>" for token in ids]
+    assert counted.occurrences.tolist() == [(trace.token_ids == token).sum() for token in ids]
+    of_token = [active[:, trace.token_ids == token].sum() for token in ids]
+    assert counted.token_active.tolist() == of_token
 
     places = [trace.position == place for place in range(trace.position.max() + 1)]
-    at_position, position_active = record.by_position()
-    assert at_position.tolist() == [place.sum() for place in places]
     expected = np.stack([active[:, place].sum((1, 2)) for place in places], 1)
-    assert np.array_equal(position_active, expected)
+    assert np.array_equal(counted.position_active, expected)
 
-    fires, sums, largest = record.neurons()
-    assert np.array_equal(fires, active.sum(1))
-    np.testing.assert_allclose(sums, h.sum(1), rtol=1e-6, atol=1e-3)
-    assert np.array_equal(largest, np.abs(h).max(1))
-
-    unions = record.unions(BLOCKS)
+    unions = counted.union_sum, counted.union_max, counted.union_active
     for n, block in enumerate(BLOCKS):
         whole = active[:, : tokens // block * block].reshape(layers, -1, block, neurons)
         sizes = whole.any(2).sum(2)
         expected = sizes.sum(1), sizes.max(1), whole.sum((1, 2, 3))
         assert np.array_equal([part[:, n] for part in unions], expected), block
 
-    overflows = record.overflows(TILE_N, COMPRESSIONS)
     for n, compression in enumerate(COMPRESSIONS):
         edges = np.arange(0, neurons, TILE_N)
         over = np.add.reduceat(active, edges, 2, int) > TILE_N // compression - 1
-        expected = over.any(2).sum(1), over.sum((1, 2))
-        assert np.array_equal([part[:, n] for part in overflows], expected), compression
+        overflows = counted.overflow_rows[:, n], counted.overflow_tiles[:, n]
+        assert np.array_equal(overflows, (over.any(2).sum(1), over.sum((1, 2)))), compression
 
 
 def test_layers_parts_and_the_table_of_a_trace(trace):

@@ -3,17 +3,14 @@
 import copy
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from tokenizers import AddedToken
 
-from study import analysis
 from tests.factories import SEED, tokenizers
+from tests.factories.trace import aggregate_of
 from twell import corpus, models, results, trace
 from twell.trace import tracing
-
-TABLES = [analysis.per_layer, analysis.by_position, analysis.union_sizes, analysis.tile_overflow]
 
 
 @pytest.fixture
@@ -57,11 +54,12 @@ def layers_of(model, sequence):
 
 
 @pytest.mark.parametrize("backend", ["dense", "reference"])
-def test_a_trace_is_what_the_layers_compute(loaded, backend):
+def test_a_trace_is_what_the_layers_compute(loaded, backend, monkeypatch):
     model, tokenizer = loaded
+    monkeypatch.setattr(tracing, "BATCH_TOKENS", 18)
     model.set_ffn_backend(backend)
     sequences = random_sequences(9, 9, 4, 1, 9)
-    traced = trace.trace_tokens(model, tokenizer, sequences, batch=2)
+    traced = trace.trace_tokens(model, tokenizer, sequences)
     start = 0
     for number, sequence in enumerate(sequences):
         seen, logits = layers_of(model, sequence)
@@ -157,14 +155,15 @@ def test_held_out_sequences_are_of_single_documents(loaded, tiny_text):
         trace.held_out(str(tiny_text), model, tokenizer, 10**9)
 
 
-def test_aggregate_of_a_model_has_the_tables_of_its_trace(loaded, monkeypatch):
+def test_aggregate_of_a_model_is_that_of_its_trace(loaded, monkeypatch):
     model, tokenizer = loaded
     sequences = random_sequences(*[32] * 17, 9, 9, 4, 1, 9)
     monkeypatch.setattr(tracing, "BATCH_TOKENS", 96)
-    traced = trace.trace_tokens(model, tokenizer, sequences, batch=3)
+    traced = trace.trace_tokens(model, tokenizer, sequences)
     counted = trace.aggregate(model, tokenizer, sequences, meta={"run": "x"})
-    for table in TABLES:
-        pd.testing.assert_frame_equal(table(counted), table(traced), check_dtype=False, rtol=1e-6)
+    expected = aggregate_of(traced)
+    for name in trace.Aggregate.arrays():
+        np.testing.assert_allclose(getattr(counted, name), getattr(expected, name), 1e-6)
     loss = -np.nanmean(traced.logprob.astype(float))
     assert counted.cross_entropy == pytest.approx(loss, rel=1e-9)
     assert counted.meta["run"] == "x" and counted.meta["context"] == 32
@@ -182,7 +181,7 @@ def test_the_loss_without_a_neuron_is_that_of_a_model_whose_column_is_zero(loade
     most = np.unravel_index(counts.argmax(), counts.shape)
     chosen = [(int(a), int(b)) for a, b in [*rare, most, *np.argwhere(counts == 0)[:1]]]
     model.train()
-    table = trace.silenced_loss(model, sequences, chosen, batch=2)
+    table = trace.silenced_loss(model, sequences, chosen)
     assert model.training
     model.eval()
     for row, (layer, neuron) in zip(table.itertuples(), chosen, strict=True):

@@ -144,10 +144,10 @@ def model(request, tiny_config):
 
 
 def test_a_window_spans_steps():
-    window = DeadWindow(2, 100)
+    window = DeadWindow(100)
     counts = lambda *layers: [torch.tensor(layer) for layer in layers]  # noqa: E731
     assert window.add(counts([1, 0, 0], [0, 0, 2]), 60) is None
-    again = DeadWindow(2, 100)
+    again = DeadWindow(100)
     again.restore(window.state(), torch.device("cpu"))
     dead = again.add(counts([0, 3, 0], [0, 0, 1]), 60)
     assert [layer.tolist() for layer in dead] == [[False, False, True], [True, True, False]]
@@ -226,14 +226,11 @@ def test_other_ways_to_compute_change_nothing(tiny_config, tmp_path, monkeypatch
 
 # In the same two processes: a run that does not stop, and one that stops at step 4.
 STOPPED = """
-import pathlib
 from tests.factories.train import stop_training
 out = sys.argv[4]
 config = TrainConfig.load(sys.argv[2])
 train(config, out + "-expected", quiet=True)
 stop_training(config, out, 4)
-files = sorted(path.name for path in pathlib.Path(out, "checkpoint-00000004").iterdir())
-assert files == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"], files
 """
 
 

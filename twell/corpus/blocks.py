@@ -92,20 +92,19 @@ class Stream:
             held_out += tokens
             documents += 1
         self.valid = np.array(held_out[:valid_tokens], dtype=np.uint32)
-        self.begin = lambda: of_process(stream.skip(documents), process, num_processes)
-        self.stream = self.begin()
-        self.reader = self._encoded(self.stream)
-        if next(self._encoded(self.begin()), None) is None:
+        share = of_process(stream.skip(documents), process, num_processes)
+        if next(iter(share), None) is None:
             raise ValueError(f"{source} has no document left for training beside those held out")
+        self.stream = share.repeat(None)
+        self.reader = self._encoded(self.stream)
         self.rest: list[int] = []  # tokens read and not yet drawn
         self.place: dict | None = None  # restored, until a document is read
 
     def _encoded(self, stream) -> Iterator[list[int]]:
         for row in stream:
-            if not isinstance(text := row.get("text"), str):
-                seen = f"one is {text!r}" if "text" in row else f"it has {', '.join(row)}"
-                raise ValueError(f'{self.source} has no column "text" with strings; {seen}')
-            text = checked_text(text, f"a document of {self.source}")
+            if "text" not in row:
+                raise ValueError(f'{self.source} has no column "text"; it has {", ".join(row)}')
+            text = checked_text(row["text"], f"a document of {self.source}")
             ids = encode(self.tokenizer, text, parse_special=self.parse_special)
             yield [*ids, self.tokenizer.eos_token_id]
 
@@ -113,12 +112,7 @@ class Stream:
         """Return the next len(numbers) blocks, int64 [len(numbers), context], whatever the numbers."""
         size = len(list(numbers)) * self.context
         while len(self.rest) < size:
-            tokens = next(self.reader, None)
-            if tokens is None:  # start at the first document, also after a restore
-                self.stream = self.begin()
-                self.reader = self._encoded(self.stream)
-                tokens = next(self.reader)
-            self.rest, self.place = self.rest + tokens, None
+            self.rest, self.place = self.rest + next(self.reader), None
         drawn, self.rest = self.rest[:size], self.rest[size:]
         return torch.tensor(drawn).reshape(-1, self.context)
 

@@ -34,18 +34,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             f"vocab_size is {vocab_size}; "
             f"a byte-level BPE needs at least 257 (256 bytes and {END_OF_TEXT})"
         )
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    model.train_from_iterator(texts, trainer)
+    model = tokenizers.ByteLevelBPETokenizer()
+    options = {"special_tokens": [END_OF_TEXT], "show_progress": False}
+    model.train_from_iterator(texts, vocab_size, min_frequency=0, **options)
     return PreTrainedTokenizerFast(
-        tokenizer_object=model,
+        tokenizer_object=tokenizers.Tokenizer.from_str(model.to_str()),
         eos_token=END_OF_TEXT,
         bos_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,

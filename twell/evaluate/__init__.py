@@ -21,7 +21,6 @@ except ModuleNotFoundError as error:
 
 from twell.evaluate.scores import run
 from twell.evaluate.tasks import (
-    TASKS,
     after_blank,
     before_blank,
     held_out_docs,

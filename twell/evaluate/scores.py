@@ -207,13 +207,7 @@ class LM(HFLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        self.asked_by = [request.task_name for request in requests]
+        for request in requests:
+            tokens = self.tok_encode("".join(request.args))
+            self.truncated[request.task_name] += len(tokens) > self.max_length + 1
         return super().loglikelihood(requests, disable_tqdm)
-
-    def _loglikelihood_tokens(
-        self, requests: list[tuple], disable_tqdm: bool = False, override_bs: int | None = None
-    ) -> list[tuple[float, bool]]:
-        if override_bs is None:  # windows of a rolling likelihood are never cut
-            for name, (_, context, continuation) in zip(self.asked_by, requests, strict=True):
-                self.truncated[name] += len(context) + len(continuation) > self.max_length + 1
-        return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)

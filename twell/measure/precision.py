@@ -29,7 +29,6 @@ def quality(
     model: SparseLlamaForCausalLM,
     sequences: Sequence[Sequence[int]],
     *,
-    batch: int = 8,
     source: str = "",
     out: str | Path | None = None,
 ) -> list[dict]:
@@ -63,7 +62,7 @@ def quality(
             linears.become(provider)
             model.set_ffn_backend(provider.backend)
             parts, active = [], 0
-            for _, layers, logprob in passes(model, sequences, batch, model.ffns):
+            for _, layers, logprob in passes(model, sequences, model.ffns):
                 parts.append(-logprob[:, 1:].double().sum(1).cpu().numpy())
                 active += sum(len(token) for token, *_ in layers)
             loss = losses[provider] = np.concatenate(parts)  # of each sequence

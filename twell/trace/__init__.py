@@ -2,8 +2,7 @@
 
 A `Trace` holds every active neuron of every token and layer, and its value h. Its size is
 proportional to the number of tokens. An `Aggregate` has a fixed size: counts over all tokens,
-exact, and for each neuron a few places in the text. Both have the same methods (`histogram`,
-`by_token`, `by_position`, `neurons`, `unions`, `overflows`), so analysis has one function for both.
+exact, and for each neuron a few places in the text.
 
     records     the two records, their methods and files
     texts       from text to token ids, and back to the string of each token

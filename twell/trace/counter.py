@@ -1,9 +1,10 @@
 """Counts the activity of a model, and chooses the places in the text that show a neuron.
 
 `Counter` takes the batches of a first run: exact counts, the strongest firings of each neuron and
-an even sample of them. `Near` takes those of a second run: the values at the tokens around these
-places. `Counter.finish` keeps as many places, and as many words around them, as the file may
-have. Neither batches nor the device change the counts. The samples depend on the order of tokens.
+an even sample of them. `Near` takes those of a second run: histograms of the values, and the values
+at the tokens around these places. `Counter.finish` keeps as many places, and as many words around
+them, as the file may have. Neither batches nor the device change the counts. The samples depend on
+the order of tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +21,9 @@ from twell.trace.records import BLOCKS, COMPRESSIONS, OCTAVES, TILE_N, Aggregate
 from twell.trace.texts import token_strings
 
 Table = tuple[np.ndarray, np.ndarray]  # firings [L, N, k]: numbers of tokens, -1 for none; their h
-# Counted octaves 2^(e-1) <= |h| < 2^e: these exponents e, first for h >= 0, then for h < 0.
-LOWEST, HIGHEST = -31, 32
-WIDTH = HIGHEST - LOWEST + 1
 OFTEN = 8  # firings that both neurons of a pair need for a correlation
 SAMPLE = 32  # firings of a neuron that are drawn evenly, for the quantiles
+LAST_TOKEN = 2**32 - 1  # the highest number of a token in `Best`
 
 
 class Contexts(NamedTuple):
@@ -53,69 +52,45 @@ CONTEXTS = (
 
 
 class Best:
-    """The k entries of each group with the highest score in a stream; of equal ones the earliest.
+    """The k firings of each neuron with the highest score so far; of equal ones the earliest."""
 
-    An entry that does not exceed its group's k-th score is dropped on its device. The others go to
-    main memory, and are merged when they are more than groups * k.
-    """
+    def __init__(self, num_layers: int, k: int, intermediate_size: int, device: torch.device | str):
+        # Score and token as one integer; -1 for none.
+        self.keys = torch.full((num_layers, k, intermediate_size), -1, device=device)
+        self.values = torch.zeros(self.keys.shape, device=device)
 
-    def __init__(self, groups: int, k: int, device: torch.device | str):
-        self.groups, self.k = groups, k
-        self.threshold = torch.full((groups,), -torch.inf, device=device)
-        kinds = (np.int64, np.int64, np.float32, np.float32)
-        self.parts = [tuple(np.zeros(0, kind) for kind in kinds)]
-        self.waiting = 0
+    def add(self, layer: int, at: Tensor, active: Tensor, score: Tensor, h: Tensor) -> None:
+        """Add the firings of tokens `at` [T]: bool, score (fp32, 0 or more) and h, all [T, N]."""
+        # The bits of floats of one sign are ordered as the floats.
+        keys = score.view(torch.int32).long() << 32 | (LAST_TOKEN - at)[:, None]
+        keys = torch.cat([self.keys[layer], torch.where(active, keys, -1)])
+        self.keys[layer], chosen = keys.topk(self.keys.shape[1], dim=0)
+        self.values[layer] = torch.cat([self.values[layer], h]).gather(0, chosen)
 
-    def add(self, group: Tensor, at: Tensor, score: Tensor, value: Tensor) -> None:
-        """Add entries [n]; `at` ascends from call to call in a group."""
-        better = score > self.threshold[group]
-        self.parts.append(tuple(t[better].cpu().numpy() for t in (group, at, score, value)))
-        self.waiting += len(self.parts[-1][0])
-        if self.waiting > self.groups * self.k:
-            self.merge()
-
-    def merge(self) -> np.ndarray:
-        """Keep the best entries, sorted by group and rank; return their ranks."""
-        group, at, score, value = (np.concatenate(parts) for parts in zip(*self.parts, strict=True))
-        order = np.lexsort((at, -score, group))
-        rank = np.arange(len(order)) - np.searchsorted(group[order], group[order])
-        order, rank = order[rank < self.k], rank[rank < self.k]
-        self.parts, self.waiting = [(group[order], at[order], score[order], value[order])], 0
-        last = order[rank == self.k - 1]
-        full, scores = (torch.from_numpy(part[last]) for part in (group, score))
-        self.threshold[full.to(self.threshold.device)] = scores.to(self.threshold.device)
-        return rank
-
-    def table(self, *shape: int) -> Table:
-        """Return the entries of the groups in this shape, [*shape, k]; h is 0 where none is."""
-        rank = self.merge()
-        group, at, _, value = self.parts[0]
-        table = np.full((self.groups, self.k), -1), np.zeros((self.groups, self.k), np.float32)
-        table[0][group, rank], table[1][group, rank] = at, value
-        return tuple(part.reshape(*shape, self.k) for part in table)
+    def table(self) -> Table:
+        at = torch.where(self.keys < 0, -1, LAST_TOKEN - (self.keys & LAST_TOKEN))
+        return tuple(part.mT.cpu().numpy() for part in (at, self.values))
 
 
 class Counter:
-    """Counts the batches of a model. `context` is the length of the longest sequence."""
+    """Counts the batches of a model: all `sequences` in their order."""
 
     def __init__(
         self,
         num_layers: int,
         intermediate_size: int,
-        vocab_size: int,
-        context: int,
+        sequences: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ):
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         neurons = self.num_layers, self.intermediate_size = num_layers, intermediate_size
-        self.num_tokens = self.num_predicted = 0
+        self.tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
+        self.bounds = np.cumsum([0, *map(len, sequences)])  # of sequences
+        self.done = 0  # tokens
+        self.active = np.zeros((num_layers, len(self.tokens)), np.int64)  # neurons of each token
         self.nll = zeros(dtype=torch.float64)
-        self.occurrences, self.token_active = zeros(2, vocab_size)
-        self.position_active = zeros(num_layers, context)
-        self.active_histogram = zeros(num_layers, intermediate_size + 1)
-        self.value_histogram = zeros(*neurons, 2 * WIDTH)
         self.value_sum, self.abs_sum = zeros(2, *neurons, dtype=torch.float64)
         self.max_abs = zeros(*neurons, dtype=torch.float32)
         self.overflow_rows, self.overflow_tiles = zeros(2, num_layers, len(COMPRESSIONS))
@@ -124,63 +99,54 @@ class Counter:
         self.union_sum, self.union_max, self.union_active = unions
         # Of each layer, which neurons are active for the tokens of the unfinished largest block.
         self.waiting = [zeros(0, intermediate_size, dtype=torch.float32)] * num_layers
-        groups = num_layers * intermediate_size
-        self.top = Best(groups, CONTEXTS[0].top, device)
-        self.sample = Best(groups, SAMPLE, device)
+        self.top = Best(num_layers, CONTEXTS[0].top, intermediate_size, device)
+        self.sample = Best(num_layers, SAMPLE, intermediate_size, device)
         self.random = np.random.default_rng(0)
 
     def add(
         self, ids: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]], logprob: Tensor
     ) -> None:
         """Count a batch of `tracing.passes`; FloatingPointError for values that are not finite."""
-        self.shape, self.ids = ids.shape, ids.reshape(-1)
-        self.occurrences += torch.bincount(self.ids, minlength=len(self.occurrences))
+        first, self.done = self.done, self.done + ids.numel()
         # One random key a token: a neuron's firings with the highest keys are an even sample, and
         # neurons share places, so that fewer words are stored.
-        keys = self.random.random(len(self.ids)).astype(np.float32)
+        keys = self.random.random((ids.numel(), 1)).astype(np.float32)
         keys = torch.from_numpy(keys).to(ids.device)
+        at = torch.arange(first, self.done, device=ids.device)
         for layer, (token, neuron, value) in enumerate(layers):
+            h = value.new_zeros(ids.numel(), self.intermediate_size)
             # Zeros and ones, whose sums and products are exact in fp32.
-            active = torch.zeros(len(self.ids), self.intermediate_size, device=token.device)
-            active[token, neuron] = 1
-            self._count_tokens(layer, active)
+            active = torch.zeros_like(h)
+            h[token, neuron], active[token, neuron] = value, 1
+            self.active[layer, first : self.done] = active.sum(1).cpu().numpy()
+            # Pairs of neurons, without first tokens. The product costs less than the layer.
+            later = active.view(*ids.shape, -1)[:, 1:].flatten(0, 1)
+            self.both[layer] += (later.t() @ later).int()
+            self._count_tiles(layer, active)
             self._count_values(layer, neuron, value)
             rows = torch.cat([self.waiting[layer], active])
             whole = len(rows) // BLOCKS[-1] * BLOCKS[-1]
             self._count_blocks(layer, rows[:whole])
             self.waiting[layer] = rows[whole:].clone()
-            group, at = layer * self.intermediate_size + neuron, self.num_tokens + token
-            self.top.add(group, at, value.abs(), value)
-            self.sample.add(group, at, keys[token], value)
-        self.num_predicted += logprob[:, 1:].numel()
+            self.top.add(layer, at, active > 0, h.abs(), h)
+            self.sample.add(layer, at, active > 0, keys, h)
         self.nll -= logprob[:, 1:].double().sum()
-        self.num_tokens += len(self.ids)
         wrong = (~self.abs_sum.isfinite()).any(1).nonzero()
         if len(wrong):
             layer = int(wrong[0])
             raise FloatingPointError(f"layer {layer} has values that are not finite: no counts")
 
-    def _count_tokens(self, layer: int, active: Tensor) -> None:
-        numbers, size = active.sum(1).long(), self.intermediate_size
-        self.active_histogram[layer] += torch.bincount(numbers, minlength=size + 1)
-        self.token_active.index_add_(0, self.ids, numbers)
-        self.position_active[layer, : self.shape[1]] += numbers.view(self.shape).sum(0)
-        tiles = torch.nn.functional.pad(active, (0, -size % TILE_N)).view(len(active), -1, TILE_N)
+    def _count_tiles(self, layer: int, active: Tensor) -> None:
+        padding = 0, -self.intermediate_size % TILE_N
+        tiles = torch.nn.functional.pad(active, padding).view(len(active), -1, TILE_N)
         in_tile = tiles.sum(2)
         for n, compression in enumerate(COMPRESSIONS):
             over = in_tile > TILE_N // compression - 1
             self.overflow_rows[layer, n] += over.any(1).sum()
             self.overflow_tiles[layer, n] += over.sum()
-        # Pairs of neurons, without first tokens. The product costs less than the layer.
-        later = active.view(*self.shape, -1)[:, 1:].flatten(0, 1)
-        self.both[layer] += (later.t() @ later).int()
 
     def _count_values(self, layer: int, neuron: Tensor, value: Tensor) -> None:
-        size, magnitude = self.intermediate_size, value.abs()
-        exponent = torch.where(magnitude > 0, torch.frexp(magnitude).exponent, LOWEST)
-        octave = exponent.clamp(LOWEST, HIGHEST) - LOWEST + WIDTH * (value < 0)
-        cells = torch.bincount(neuron * 2 * WIDTH + octave, minlength=size * 2 * WIDTH)
-        self.value_histogram[layer] += cells.view(size, -1)
+        magnitude = value.abs()
         self.value_sum[layer].index_add_(0, neuron, value.double())
         self.abs_sum[layer].index_add_(0, neuron, magnitude.double())
         self.max_abs[layer].scatter_reduce_(0, neuron, magnitude, "amax")
@@ -195,29 +161,15 @@ class Counter:
                 self.union_max[layer, n] = torch.maximum(self.union_max[layer, n], sizes.max())
                 self.union_active[layer, n] += blocks.count_nonzero()
 
-    def near(self, sequences: Sequence[Sequence[int]]) -> Near:
-        """Return what takes the second run, at the places of the first of CONTEXTS."""
-        shape, wide = (self.num_layers, self.intermediate_size), CONTEXTS[0]
-        sample = _at_quantiles(*self.sample.table(*shape), wide.quantiles)
-        pairs = zip(self.top.table(*shape), sample, strict=True)
-        places = tuple(np.concatenate(pair, -1) for pair in pairs)
-        return Near(places, self.max_abs.cpu().numpy(), sequences)
-
     def finish(
-        self,
-        sequences: Sequence[Sequence[int]],
-        near: Near,
-        tokenizer: PreTrainedTokenizerBase,
-        max_bytes: int,
-        meta: dict,
+        self, near: Near, tokenizer: PreTrainedTokenizerBase, max_bytes: int, meta: dict
     ) -> Aggregate:
         """Return the aggregate of all sequences, with the most places that max_bytes allows.
 
         near: after the second run. Raises ValueError when the counts alone exceed max_bytes.
         """
-        counts = self._counts(sequences, tokenizer)
-        partners = self._together(self.num_tokens - len(sequences))
-        meta = meta | {"num_tokens": self.num_tokens, "max_bytes": max_bytes}
+        counts, partners = self._counts(tokenizer), self._together()
+        meta = meta | {"num_tokens": self.done, "max_bytes": max_bytes}
 
         for contexts in CONTEXTS:
             kept, wanted = contexts._asdict(), CONTEXTS[0]._asdict()
@@ -230,29 +182,31 @@ class Counter:
                 return result
         raise ValueError(f"the counts alone need {size} bytes; max_bytes is {max_bytes}")
 
-    def _counts(
-        self, sequences: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase
-    ) -> dict:
-        """Return the fields of an Aggregate that are counts."""
+    def _counts(self, tokenizer: PreTrainedTokenizerBase) -> dict:
+        """Return the fields of an Aggregate that are counts of the first run."""
         for layer, rows in enumerate(self.waiting):
             self._count_blocks(layer, rows)
         counted = vars(self).keys() & Aggregate.arrays()
         counts = {name: getattr(self, name).cpu().numpy() for name in counted}
-        octaves = _octaves(counts["value_histogram"], counts["max_abs"])
-        counts["value_edges"], counts["value_histogram"] = octaves
         counts |= {name: counts[name].astype(np.float32) for name in ("value_sum", "abs_sum")}
-        ids = np.flatnonzero(counts["occurrences"])
-        counts |= {name: counts[name][ids] for name in ("occurrences", "token_active")}
+        bins, lengths = self.intermediate_size + 1, np.diff(self.bounds)
+        position = np.arange(self.done) - np.repeat(self.bounds[:-1], lengths)
+        ids, token, occurrences = np.unique(self.tokens, return_inverse=True, return_counts=True)
+        by_position = [np.bincount(position, weights=active) for active in self.active]
         return counts | {
             "token_ids": ids,
             "strings": token_strings(tokenizer, ids),
-            "lengths": np.array([len(sequence) for sequence in sequences], np.int64),
-            "cross_entropy": float(self.nll / self.num_predicted),  # NaN where none is predicted
+            "occurrences": occurrences,
+            "token_active": np.bincount(token, weights=self.active.sum(0)).astype(np.int64),
+            "lengths": lengths,
+            "position_active": np.stack(by_position).astype(np.int64),
+            "active_histogram": np.stack([np.bincount(a, minlength=bins) for a in self.active]),
+            "cross_entropy": float(self.nll / (self.done - len(lengths))),  # NaN for no prediction
         }
 
-    def _together(self, num_tokens: int) -> Table:
+    def _together(self) -> Table:
         """Return for each neuron those whose firings correlate most, and phi, both [L, N, J]."""
-        number = CONTEXTS[0].together
+        num_tokens, number = self.done - len(self.bounds) + 1, CONTEXTS[0].together
         shape = self.num_layers, self.intermediate_size, number
         at, phi = np.full(shape, -1), np.zeros(shape, np.float32)
         number = min(number, shape[1])
@@ -269,52 +223,54 @@ class Counter:
 
 
 class Near:
-    """Keeps the values of neurons at the tokens around their places.
+    """Keeps the values of neurons at the tokens around their places, and counts all values.
 
-    places [L, N, P]; max_abs [L, N]. It takes the batches of `held`, the sequences with a place.
+    counter: after the first run. It takes the same batches.
     """
 
-    def __init__(self, places: Table, max_abs: np.ndarray, sequences: Sequence[Sequence[int]]):
-        self.places, at = places, places[0]
-        self.at, self.size = at.reshape(len(at), -1), at.shape[1:]
+    def __init__(self, counter: Counter):
+        wide, max_abs = CONTEXTS[0], counter.max_abs.cpu().numpy()
+        sample = _at_quantiles(*counter.sample.table(), wide.quantiles)
+        pairs = zip(counter.top.table(), sample, strict=True)
+        self.places = tuple(np.concatenate(pair, -1) for pair in pairs)  # both [L, N, P]
+        self.tokens, self.bounds = counter.tokens, counter.bounds
         self.unit = torch.from_numpy(np.where(max_abs > 0, max_abs, 1) / 127)
-        self.order = np.argsort(self.at, kind="stable")
-        self.sorted = np.take_along_axis(self.at, self.order, -1)
-        self.tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
-        self.bounds = np.cumsum([0, *map(len, sequences)])
-        numbers = np.unique(self._sequence(at[at >= 0]))
-        self.starts = self.bounds[numbers]
-        self.held = [sequences[number] for number in numbers]
-        _, _, before, after, _ = CONTEXTS[0]
-        self.values = np.zeros((*self.at.shape, before + 1 + after), np.int8)
-        self.done = 0
-
-    def _sequence(self, at: np.ndarray) -> np.ndarray:
-        return np.searchsorted(self.bounds, at, side="right") - 1
+        self.values = np.zeros((*self.places[0].shape, wide.before + 1 + wide.after), np.int8)
+        _, exponent = np.frexp(max_abs.max())
+        self.octaves = 2.0 ** np.arange(exponent - OCTAVES + 1, exponent + 1, dtype=np.float32)
+        self.histogram = torch.zeros(*max_abs.shape, 2 * OCTAVES, dtype=torch.int64)
+        self.done = 0  # tokens
 
     def _around(self, at: np.ndarray, contexts: Contexts) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens around places [n, before + 1 + after], and which their sequence has."""
         tokens = at[:, None] + np.arange(-contexts.before, contexts.after + 1)
-        sequence = self._sequence(at)[:, None]
+        sequence = np.searchsorted(self.bounds, at, side="right")[:, None] - 1
         return tokens, (tokens >= self.bounds[sequence]) & (tokens < self.bounds[sequence + 1])
 
     def add(self, ids: Tensor, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        starts = self.starts[self.done : self.done + len(ids)]
-        self.done += len(ids)
-        batch = (starts[:, None] + np.arange(ids.shape[1])).reshape(-1)  # ascending
+        first, self.done = self.done, self.done + ids.numel()
         for layer, (token, neuron, value) in enumerate(layers):
+            self._count_octaves(layer, neuron, value)
             code = (value / self.unit[layer].to(value.device)[neuron]).round()
             code = torch.where(code == 0, value.sign(), code).to(torch.int8)
-            codes = code.new_zeros(len(batch) + 1, self.size[0])  # the last row is no token
+            codes = code.new_zeros(ids.numel() + 1, len(self.unit[layer]))  # the last: no token
             codes[token, neuron] = code
-            here = slice(*np.searchsorted(self.sorted[layer], [batch[0], batch[-1] + 1]))
-            place = self.order[layer, here]
-            tokens, inside = self._around(self.sorted[layer, here], CONTEXTS[0])
-            row = np.where(inside, np.searchsorted(batch, tokens), -1)
-            self.values[layer, place] = codes.cpu().numpy()[row, (place // self.size[1])[:, None]]
+            at = self.places[0][layer]
+            here = np.nonzero((at >= first) & (at < self.done))
+            tokens, inside = self._around(at[here], CONTEXTS[0])
+            row = np.where(inside, tokens - first, -1)
+            self.values[layer][here] = codes.cpu().numpy()[row, here[0][:, None]]
+
+    def _count_octaves(self, layer: int, neuron: Tensor, value: Tensor) -> None:
+        inner = torch.from_numpy(self.octaves[:-1]).to(value.device)
+        octave = torch.bucketize(value.abs(), inner, right=True)
+        side = torch.where(value < 0, OCTAVES - 1 - octave, OCTAVES + octave)
+        histogram = self.histogram[layer]
+        cells = torch.bincount(neuron * 2 * OCTAVES + side, minlength=histogram.numel())
+        histogram += cells.view(histogram.shape).to(histogram.device)
 
     def shown(self, contexts: Contexts) -> dict:
-        """Return the fields of an Aggregate about places, for a row of CONTEXTS."""
+        """Return the fields of an Aggregate about values and places, for a row of CONTEXTS."""
         wide = CONTEXTS[0]
         columns = [wide.top + wide.quantiles.index(quantile) for quantile in contexts.quantiles]
         (top_at, quantile_at), (top_value, quantile_value) = (
@@ -324,11 +280,12 @@ class Near:
         quantile_at = np.where(repeated, -1, quantile_at)
         at = np.concatenate([top_at, quantile_at], -1)
         around = slice(wide.before - contexts.before, wide.before + 1 + contexts.after)
-        near = self.values.reshape(len(self.at), *self.size, -1)
-        near = near[:, :, [*range(contexts.top), *columns], around]
+        near = self.values[:, :, [*range(contexts.top), *columns], around]
         tokens, inside = self._around(np.unique(at[at >= 0]), contexts)
         text_at = np.unique(tokens[inside])
         return {
+            "value_edges": np.concatenate([-self.octaves[::-1], [0], self.octaves], dtype="f4"),
+            "value_histogram": self.histogram.numpy(),
             "top_at": top_at,
             "top_value": rounded(top_value),
             "quantile_at": quantile_at,
@@ -355,15 +312,3 @@ def rounded(values: np.ndarray) -> np.ndarray:
     """Round float32 to 12 significant bits, half away from zero, since more compress badly."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + np.uint32(0x800)) & np.uint32(0xFFFFF000)).view(np.float32)
-
-
-def _octaves(histogram: np.ndarray, max_abs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return edges and histogram [L, N, 24] of the last OCTAVES octaves of [L, N, 2 * WIDTH]."""
-    top = int(np.clip(np.frexp(max_abs.max())[1], LOWEST + OCTAVES - 1, HIGHEST))
-    end = top - LOWEST + 1
-    starts = [0, *range(end - OCTAVES + 1, end)]  # the first takes all octaves below, too
-    sides = np.split(histogram, 2, axis=-1)
-    positive, negative = (np.add.reduceat(side[..., :end], starts, axis=-1) for side in sides)
-    edges = 2.0 ** np.arange(top - OCTAVES + 1, top + 1)
-    edges = np.concatenate([-edges[::-1], [0], edges]).astype(np.float32)
-    return edges, np.concatenate([negative[..., ::-1], positive], -1)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import lzma
 import zipfile
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Self
@@ -31,7 +29,6 @@ LATER = {"near": (np.int8, (0, 0)), "together_at": (np.int64, (0,)), "together":
 class Record:
     """A dataclass of arrays, and of fields that JSON can hold."""
 
-    kind: ClassVar[str]  # "a trace"
     compression: ClassVar[int]  # one of zipfile's constants
 
     def __repr__(self) -> str:
@@ -63,17 +60,10 @@ class Record:
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read the file that `save` wrote. Raises ValueError naming a damaged or other file."""
-        # zipfile raises RuntimeError for unknown methods and encrypted members.
-        damages = KeyError, ValueError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile
-        try:
-            with np.load(path) as file:
-                described = json.loads(file["described"].tobytes())
-                arrays = {name: file[name] for name in cls.arrays() if name in file}
-                return cls(**cls._of_file(arrays), **described)
-        except (*damages, lzma.LZMAError, zlib.error) as error:
-            raise ValueError(
-                f"{path} is not {cls.kind}, or it is damaged: {error}; `twell trace` makes it again"
-            ) from None
+        with results.reading(path, "`twell trace` makes it again"), np.load(path) as file:
+            described = json.loads(file["described"].tobytes())
+            arrays = {name: file[name] for name in cls.arrays() if name in file}
+            return cls(**cls._of_file(arrays), **described)
 
     _to_file = _of_file = staticmethod(dict)  # arrays by name, as files have them
 
@@ -87,7 +77,7 @@ class Trace(Record):
     value can be 0.
     """
 
-    kind, compression = "a trace", zipfile.ZIP_DEFLATED
+    compression = zipfile.ZIP_DEFLATED
 
     token_ids: np.ndarray  # int32 [T]
     strings: list[str]  # [T], the text of each token
@@ -96,15 +86,21 @@ class Trace(Record):
     sequence: np.ndarray  # int32 [T], number of the token's sequence
     position: np.ndarray  # int32 [T], from 0 within the sequence
     indptr: np.ndarray  # int64 [L * T + 1]
-    indices: np.ndarray  # `Trace.dtype` of N
+    indices: np.ndarray  # uint16, or uint32 where N needs it
     values: np.ndarray  # float32
     intermediate_size: int  # N
     meta: dict = field(default_factory=dict)  # where model and text came from
 
     @staticmethod
-    def dtype(intermediate_size: int) -> np.dtype:
-        """Return the type of neuron numbers in a layer of this size: uint16, or uint32."""
-        return np.min_scalar_type(max(intermediate_size - 1, 256))
+    def entries(
+        layers: Sequence[scipy.sparse.csr_array], intermediate_size: int
+    ) -> dict[str, np.ndarray]:
+        """Return the fields indptr, indices and values for the h of layers, each [T, N]."""
+        none = scipy.sparse.csr_array((0, intermediate_size), dtype=np.float32)
+        h = scipy.sparse.vstack([none, *layers], format="csr")
+        dtype = np.min_scalar_type(max(intermediate_size - 1, 256))
+        indptr, indices = h.indptr.astype(np.int64), h.indices.astype(dtype)
+        return {"indptr": indptr, "indices": indices, "values": h.data}
 
     @property
     def num_tokens(self) -> int:
@@ -121,16 +117,10 @@ class Trace(Record):
         """
         if not 0 <= start <= stop <= (tokens := self.num_tokens):
             raise ValueError(f"tokens {start} to {stop} are no part of a trace of {tokens}")
-        inside = np.zeros((self.num_layers, tokens), bool)
-        inside[:, start:stop] = True
-        kept = np.repeat(inside.ravel(), np.diff(self.indptr))
-        return dataclasses.replace(
-            self,
-            **{name: getattr(self, name)[start:stop] for name in PER_TOKEN},
-            indptr=np.append(0, self.counts()[:, start:stop].cumsum()),
-            indices=self.indices[kept],
-            values=self.values[kept],
-        )
+        layers = [self.layer(layer)[start:stop] for layer in range(self.num_layers)]
+        per_token = {name: getattr(self, name)[start:stop] for name in PER_TOKEN}
+        entries = self.entries(layers, self.intermediate_size)
+        return dataclasses.replace(self, **per_token, **entries)
 
     def layer(self, layer: int) -> scipy.sparse.csr_array:
         """Return the values h of one layer, [T, N] float32; stored entries are active, 0 too."""
@@ -158,26 +148,6 @@ class Trace(Record):
         """Return the active neurons of each token in each layer, int32 [L, T]."""
         return np.diff(self.indptr).reshape(self.num_layers, self.num_tokens).astype(np.int32)
 
-    def histogram(self) -> np.ndarray:
-        """Return tokens by their number of active neurons, int64 [L, N + 1]."""
-        bins = self.intermediate_size + 1
-        return np.stack([np.bincount(counts, minlength=bins) for counts in self.counts()])
-
-    def by_token(self) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
-        """Return the V different token ids, ascending, their strings, and two counts of each.
-
-        The counts are int64 [V]: occurrences, and active neurons summed over layers.
-        """
-        ids, first, inverse = np.unique(self.token_ids, return_index=True, return_inverse=True)
-        active = np.bincount(inverse, weights=self.counts().sum(0)).astype(np.int64)
-        strings = [self.strings[token] for token in first]
-        return ids.astype(np.int64), strings, np.bincount(inverse), active
-
-    def by_position(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens at each of the P positions, int64 [P], and active neurons, int64 [L, P]."""
-        active = [np.bincount(self.position, weights=counts) for counts in self.counts()]
-        return np.bincount(self.position), np.stack(active).astype(np.int64)
-
     def neurons(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return three arrays [L, N], one entry a neuron.
 
@@ -192,54 +162,15 @@ class Trace(Record):
             np.maximum.at(largest[layer], h.indices, np.abs(h.data))
         return counts, sums, largest
 
-    def unions(self, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return sizes of the unions of whole blocks of consecutive tokens.
-
-        Three arrays, int64 [L, len(blocks)]: the sum and the maximum over blocks, and the active
-        entries in these blocks. Blocks start at the first token and cross the ends of sequences.
-        """
-        totals = np.zeros((3, self.num_layers, len(blocks)), np.int64)
-        for layer, token, neuron in self._entries():
-            for n, block in enumerate(blocks):
-                inside = token < self.num_tokens // block * block
-                pairs = token[inside] // block * self.intermediate_size + neuron[inside]
-                sizes = np.bincount(np.unique(pairs) // self.intermediate_size, minlength=1)
-                totals[:, layer, n] = sizes.sum(), sizes.max(), inside.sum()
-        return tuple(totals)
-
-    def overflows(self, tile_n: int, compressions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens with an overflowing tile, and overflowing tiles.
-
-        Both int64 [L, len(compressions)]. A tile overflows with more than
-        tile_n / compression - 1 active neurons.
-        """
-        shape = self.num_tokens, -(-self.intermediate_size // tile_n)
-        totals = np.zeros((2, self.num_layers, len(compressions)), np.int64)
-        for layer, token, neuron in self._entries():
-            tile = token * shape[1] + neuron // tile_n
-            in_tile = np.bincount(tile, minlength=shape[0] * shape[1]).reshape(shape)
-            for n, compression in enumerate(compressions):
-                over = in_tile > tile_n // compression - 1
-                totals[:, layer, n] = over.any(axis=1).sum(), over.sum()
-        return tuple(totals)
-
-    def _entries(self) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield each layer, and the tokens and neurons of its active entries."""
-        for layer, counts in enumerate(self.counts()):
-            yield layer, np.repeat(np.arange(self.num_tokens), counts), self.layer(layer).indices
-
 
 @dataclass(repr=False)
 class Aggregate(Record):
     """Counts of T tokens in S sequences, under a model of L layers with N neurons each.
 
-    Counts are int64 and exact. Tokens are numbered over all sequences. The methods `histogram`,
-    `by_token`, `by_position`, `neurons`, `unions` and `overflows` return what those of `Trace`
-    return.
+    Counts are int64 and exact. Tokens are numbered over all sequences.
     """
 
-    # On counts, LZMA saves a third of the bytes that deflate leaves.
-    kind, compression = "an aggregate", zipfile.ZIP_LZMA
+    compression = zipfile.ZIP_LZMA  # on counts it saves a third of the bytes that deflate leaves
 
     # Tokens
     token_ids: np.ndarray  # [V], the ids that occur, ascending
@@ -259,10 +190,15 @@ class Aggregate(Record):
     value_sum: np.ndarray  # float32 [L, N], sum of h
     abs_sum: np.ndarray  # float32 [L, N], sum of |h|
     max_abs: np.ndarray  # float32 [L, N]
-    union_sum: np.ndarray  # [L, 5], as `unions` of BLOCKS
+    # [L, 5], one column a size of BLOCKS: of whole blocks of consecutive tokens, which start at
+    # the first token and cross the ends of sequences, the sum and the maximum of the neurons that
+    # any token of a block activates, and the active entries.
+    union_sum: np.ndarray
     union_max: np.ndarray
     union_active: np.ndarray
-    overflow_rows: np.ndarray  # [L, 4], as `overflows` of COMPRESSIONS at TILE_N
+    # [L, 4], one column a compression of COMPRESSIONS: tokens with an overflowing tile, and
+    # overflowing tiles, which have more than TILE_N / compression - 1 active neurons.
+    overflow_rows: np.ndarray
     overflow_tiles: np.ndarray
 
     # Places in the text, -1 for none; values are h, float32, rounded to 12 significant bits
@@ -304,29 +240,9 @@ class Aggregate(Record):
     def intermediate_size(self) -> int:
         return self.value_sum.shape[1]
 
-    def histogram(self) -> np.ndarray:
-        return self.active_histogram
-
-    def by_token(self) -> tuple[np.ndarray, list[str], np.ndarray, np.ndarray]:
-        return self.token_ids, self.strings, self.occurrences, self.token_active
-
-    def by_position(self) -> tuple[np.ndarray, np.ndarray]:
-        ends = np.bincount(self.lengths)[1:]  # sequences whose last position is 0, 1, ...
-        return ends[::-1].cumsum()[::-1], self.position_active
-
     def neurons(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the arrays of `Trace.neurons`."""
         return self.value_histogram.sum(-1), self.value_sum.astype(np.float64), self.max_abs
-
-    def unions(self, blocks: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Raises ValueError for a block size that was not counted."""
-        columns = [_column(block, BLOCKS, "block") for block in blocks]
-        return self.union_sum[:, columns], self.union_max[:, columns], self.union_active[:, columns]
-
-    def overflows(self, tile_n: int, compressions: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Raises ValueError for a tile width or compression that was not counted."""
-        _column(tile_n, (TILE_N,), "tile_n")
-        columns = [_column(one, COMPRESSIONS, "compression") for one in compressions]
-        return self.overflow_rows[:, columns], self.overflow_tiles[:, columns]
 
     def context(self, at: int) -> tuple[int, int, np.ndarray, int]:
         """Return the surroundings of the token numbered `at`, of top_at or quantile_at.
@@ -359,10 +275,3 @@ class Aggregate(Record):
         arrays |= {name: array.astype(np.int64) for name, array in counts.items()}
         arrays["text_at"] = arrays["text_at"].cumsum()
         return arrays | {name: arrays[name] - 1 for name in PLACES if name in arrays}
-
-
-def _column(value: int, counted: Sequence[int], name: str) -> int:
-    if value not in counted:
-        known = ", ".join(map(str, counted))
-        raise ValueError(f"{name} {value} was not counted; the aggregate has {known}")
-    return counted.index(value)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -77,7 +77,6 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
 
     A part of a character shows its bytes, as in <0xF0>; an id without a token is <500>.
     """
-    ids, places = np.unique(np.asarray(token_ids, dtype=np.int64), return_inverse=True)
     special, added = set(tokenizer.all_special_ids), tokenizer.added_tokens_decoder
     decode = tokenizer.convert_tokens_to_string
     decodes = not tokenizer.is_fast or tokenizer.backend_tokenizer.decoder is not None
@@ -85,6 +84,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
     # neighbours. Where the decoder puts spaces between words, it gets none after it.
     after = "a" if decode(["a", "a"]) == "aa" else ""
 
+    @functools.cache
     def string(token: int) -> str:
         name = tokenizer.convert_ids_to_tokens(token)
         if name is None:
@@ -96,8 +96,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
             return name if token in added else _bytes(name)
         return text or name
 
-    strings = [string(token) for token in ids.tolist()]
-    return [strings[place] for place in places]
+    return [string(int(token)) for token in token_ids]
 
 
 def _bytes(name: str) -> str:

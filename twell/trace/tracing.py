@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import scipy.sparse
 import torch
 from accelerate.utils import tqdm
 from scipy.sparse import csr_array
@@ -17,11 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from twell import results
-from twell.config import TrainConfig
 from twell.models import intervene, sparse_ffns
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
-from twell.trace.counter import Counter
+from twell.trace.counter import Counter, Near
 from twell.trace.records import Aggregate, Trace
 from twell.trace.texts import check_causal, cut, encode, load_with_tokenizer, token_strings
 from twell.train.text import run_text
@@ -52,7 +50,6 @@ class Entries(Collector):
 def passes(
     model: PreTrainedModel,
     sequences: Iterable[Sequence[int]],
-    batch: int,
     ffns: Sequence[SparseFFN] = (),
 ) -> Iterator[tuple[Tensor, list[LayerEntries], Tensor]]:
     """Run sequences of token ids through the model, in batches of one length.
@@ -67,7 +64,7 @@ def passes(
     training, size = model.training, model.config.vocab_size
     model.eval()
     try:
-        for group in same_length(sequences, batch):
+        for group in same_length(sequences, BATCH_TOKENS):
             ids = torch.tensor(group, device=model.device)
             for token in (int(ids.min()), int(ids.max())):
                 if not 0 <= token < size:
@@ -89,11 +86,12 @@ def passes(
         model.train(training)
 
 
-def same_length(sequences: Iterable[Sequence[int]], batch: int) -> Iterator[list[list[int]]]:
-    """Yield groups of at most `batch` consecutive sequences of one length."""
+def same_length(sequences: Iterable[Sequence[int]], batch_tokens: int) -> Iterator[list[list[int]]]:
+    """Yield groups of consecutive sequences of one length, of at most `batch_tokens` tokens."""
     for length, run in itertools.groupby(sequences, len):
         if not length:
             raise ValueError("an empty sequence cannot be traced; give at least one token")
+        batch = max(batch_tokens // length, 1)
         while group := [[int(token) for token in one] for one in itertools.islice(run, batch)]:
             yield group
 
@@ -105,21 +103,19 @@ def _with_bar(items: Sequence, unit: str, shown: bool) -> Iterable:
 # --- records of sequences, texts and runs
 
 
-def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: int) -> Trace:
+def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Trace:
     """Return the trace of sequences, without the strings of their tokens."""
     ffns = sparse_ffns(model)
     size = ffns[0].intermediate_size
     # Of each layer the batches [T, N].
     parts: list[list[csr_array]] = [[] for _ in ffns]
     logprobs = [np.zeros(0, np.float32)]
-    for ids, layers, logprob in passes(model, sequences, batch, ffns):
+    for ids, layers, logprob in passes(model, sequences, ffns):
         logprobs.append(logprob.reshape(-1).cpu().numpy())
         for part, (token, neuron, value) in zip(parts, layers, strict=True):
             ends = torch.bincount(token, minlength=ids.numel()).cumsum(0)
             ends, neuron, value = (t.cpu().numpy() for t in (ends, neuron.int(), value))
             part.append(csr_array((value, neuron, np.append(0, ends)), (ids.numel(), size)))
-    none = csr_array((0, size), dtype=np.float32)
-    h = scipy.sparse.vstack([none, *itertools.chain(*parts)], format="csr")
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     token_ids = np.fromiter(itertools.chain(*sequences), np.int32)
     return Trace(
@@ -128,10 +124,8 @@ def record(model: PreTrainedModel, sequences: Sequence[Sequence[int]], batch: in
         logprob=np.concatenate(logprobs),
         sequence=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         position=np.fromiter(itertools.chain(*map(range, lengths)), np.int32),
-        indptr=h.indptr.astype(np.int64),
-        indices=h.indices.astype(Trace.dtype(size)),
-        values=h.data,
         intermediate_size=size,
+        **Trace.entries([*itertools.chain(*parts)], size),
     )
 
 
@@ -140,15 +134,13 @@ def trace_tokens(
     tokenizer: PreTrainedTokenizerBase,
     sequences: Sequence[Sequence[int]],
     *,
-    batch: int = 32,
     meta: dict | None = None,
 ) -> Trace:
     """Run sequences of token ids through the model, each from position 0, and return their trace.
 
-    Consecutive sequences of one length run together, at most `batch` at a time. Raises ValueError
-    for a token that the model does not have.
+    Raises ValueError for a token that the model does not have.
     """
-    traced = record(model, sequences, batch)
+    traced = record(model, sequences)
     traced.strings = token_strings(tokenizer, traced.token_ids)
     traced.meta = (meta or {}) | {"special_ids": sorted(tokenizer.all_special_ids)}
     return traced
@@ -166,10 +158,9 @@ def trace_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
 def trace_validation(run: str | Path) -> Trace:
     """Trace the tokens of a run's last validation. The run's log has the same counts."""
     row, _ = results.load_run(run)
-    config = TrainConfig.load(Path(run) / "config.yaml")
     blocks = run_text(run)
     model, tokenizer = load_with_tokenizer(run)
-    meta = results.provenance() | {"run": row["run"], "l1_coefficient": config.l1_coefficient}
+    meta = results.provenance() | {name: row[name] for name in ("run", "l1_coefficient")}
     return trace_tokens(model, tokenizer, blocks.draw(range(len(blocks))).tolist(), meta=meta)
 
 
@@ -187,27 +178,23 @@ def aggregate(
     A second run reads the values at the tokens around the places that are shown.
 
     max_bytes: the limit of the file; progress: show a bar. Raises ValueError for a token that the
-    model does not have, for no tokens, and for a model whose counts exceed max_bytes;
-    FloatingPointError for values that are not finite.
+    model does not have, and for a model whose counts exceed max_bytes; FloatingPointError for
+    values that are not finite.
     """
     ffns = sparse_ffns(model)
     layers, size = len(ffns), ffns[0].intermediate_size
     if (needed := layers * size * BYTES_A_NEURON) > max_bytes:
         counts = f"{layers} layers of {size} neurons may need {needed} bytes"
         raise ValueError(f"{counts}; max_bytes is {max_bytes}")
-    if not len(sequences):
-        raise ValueError("there is no sequence to count; give at least one token")
-    longest = max(map(len, sequences))
-    vocab_size, batch = model.config.vocab_size, max(BATCH_TOKENS // longest, 1)
-    counter = Counter(layers, size, vocab_size, longest, device=model.device)
+    counter = Counter(layers, size, sequences, device=model.device)
 
-    for one in passes(model, _with_bar(sequences, "sequences", progress), batch, ffns):
+    for one in passes(model, _with_bar(sequences, "sequences", progress), ffns):
         counter.add(*one)
-    near = counter.near(sequences)
-    for ids, entries, _ in passes(model, _with_bar(near.held, "examples", progress), batch, ffns):
+    near = Near(counter)
+    for ids, entries, _ in passes(model, _with_bar(sequences, "examples", progress), ffns):
         near.add(ids, entries)
-    meta = (meta or {}) | {"context": longest}
-    return counter.finish(sequences, near, tokenizer, max_bytes, meta)
+    meta = (meta or {}) | {"context": max(map(len, sequences))}
+    return counter.finish(near, tokenizer, max_bytes, meta)
 
 
 def aggregate_run(
@@ -222,20 +209,19 @@ def aggregate_run(
 
     tokens: their number; None: all, at most 2^20. Raises ValueError when there are fewer.
     """
-    meta = results.provenance()
-    if text is None:
-        meta |= {"run": results.load_run(run)[0]["run"]}
     model, tokenizer = load_with_tokenizer(run)
-    if text is None:  # a stream holds out no more than its validations read
-        streamed = TrainConfig.load(Path(run) / "config.yaml").source.startswith("hf:")
-        ids = run_text(run, valid_tokens=None if streamed else 2**62).tokens
+    meta = results.provenance() | {"l1_coefficient": getattr(model.config, "l1_coefficient", None)}
+    if text is None:
+        row, _ = results.load_run(run)
+        meta["run"] = row["run"]
+        # A stream holds out no more than its validations read.
+        ids = run_text(run, None if row["source"].startswith("hf:") else 2**62).tokens
     else:
         ids = encode(tokenizer, text)
     if tokens is not None and not 1 <= tokens <= len(ids):
         raise ValueError(f"{tokens} tokens were asked for; there are {len(ids)}")
     ids = ids[: MOST_TOKENS if tokens is None else tokens]
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    meta |= {"l1_coefficient": getattr(model.config, "l1_coefficient", None)}
     options = {"max_bytes": max_bytes, "meta": meta, "progress": progress}
     return aggregate(model, tokenizer, cut(ids, model), **options)
 
@@ -248,7 +234,6 @@ def silenced_loss(
     sequences: Sequence[Sequence[int]],
     neurons: Sequence[tuple[int, int]],
     *,
-    batch: int = 32,
     progress: bool = False,
 ) -> pd.DataFrame:
     """Silence neurons (layer, neuron) one at a time; return the change of the loss for each.
@@ -262,25 +247,20 @@ def silenced_loss(
     progress: show a bar. Raises IndexError for a neuron that does not exist, ValueError when no
     token is predicted. Ours.
     """
-    traced = record(model, sequences, batch)
-    starts = np.flatnonzero(traced.position == 0)
-    predicted = np.diff(starts, append=traced.num_tokens) - 1  # tokens, by sequence
+    traced = record(model, sequences)
+    predicted = np.bincount(traced.sequence) - 1  # tokens, by sequence
     if not predicted.sum():
         raise ValueError("no token is predicted; give a sequence of at least two tokens")
     rows = []
     for layer, neuron in _with_bar(neurons, "neurons", progress):
         fires = _firings(traced, layer, neuron)
-        silent = scaled_logprob(model, sequences, traced, layer, neuron, 0, batch=batch)
-        change = traced.logprob.astype(np.float64) - silent  # of each token's loss
-        total = np.add.reduceat(np.nan_to_num(change), starts)
+        silent = scaled_logprob(model, sequences, traced, layer, neuron, 0)
+        change = pd.Series(traced.logprob.astype(np.float64) - silent)  # of each token's loss
+        total = change.groupby(traced.sequence).sum()
         mean = total.sum() / predicted.sum()
-        variance = np.square(total - mean * predicted).sum() * (many := len(starts))
-        stderr = np.sqrt(variance / (many - 1)) / predicted.sum() if many > 1 else np.nan
-        after = change[fires[fires + 1 < len(change)] + 1]
-        after = after[~np.isnan(after)]
-        rows.append(
-            (layer, neuron, len(fires), mean, stderr, after.mean() if len(after) else np.nan)
-        )
+        stderr = (total - mean * predicted).sem() * len(total) / predicted.sum()
+        after = change.shift(-1).iloc[fires].mean()
+        rows.append((layer, neuron, len(fires), mean, stderr, after))
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -291,8 +271,6 @@ def scaled_logprob(
     layer: int,
     neuron: int,
     scale: float,
-    *,
-    batch: int = 32,
 ) -> np.ndarray:
     """Return log p of each token of the traced sequences with a neuron scaled, float32 [T].
 
@@ -303,7 +281,7 @@ def scaled_logprob(
     with intervene(model, layer, neuron, scale=scale):
         again = np.unique(traced.sequence[_firings(traced, layer, neuron)])
         chosen = [sequences[number] for number in again]
-        parts = [logprob.reshape(-1).cpu().numpy() for *_, logprob in passes(model, chosen, batch)]
+        parts = [logprob.reshape(-1).cpu().numpy() for *_, logprob in passes(model, chosen)]
     result = traced.logprob.copy()
     result[np.isin(traced.sequence, again)] = np.concatenate([traced.logprob[:0], *parts])
     return result

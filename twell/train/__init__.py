@@ -14,7 +14,6 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         "twell.config": "CONFIGS TrainConfig cache_folder l1_schedule",
-        ".loop": "Log activity_columns",
         ".dead": "DeadWindow balance reinitialize",
         ".relufy": "Student relufy_config",
         ".start": "train",

@@ -20,10 +20,10 @@ from twell.models import SparseLlamaForCausalLM, sparse_ffns
 class DeadWindow:
     """The active neurons of the current window of tokens, layer by layer, on their devices."""
 
-    def __init__(self, num_layers: int, window_tokens: int):
+    def __init__(self, window_tokens: int):
         self.window_tokens = window_tokens
         self.tokens, self.number = 0, 0  # tokens of this window, number of finished windows
-        self.active: list[torch.Tensor | None] = [None] * num_layers
+        self.active: list[torch.Tensor] = []  # of each layer, once the window has begun
 
     def add(self, neuron_counts: list[torch.Tensor], tokens: int) -> list[torch.Tensor] | None:
         """Count tokens; at the end of a window return each layer's dead neurons [N] bool.
@@ -31,12 +31,13 @@ class DeadWindow:
         The next call starts the next window.
         """
         self.tokens += tokens
-        pairs = zip(self.active, neuron_counts, strict=True)
-        self.active = [now > 0 if old is None else old | (now > 0) for old, now in pairs]
+        active = [counts > 0 for counts in neuron_counts]
+        pairs = zip(self.active or active, active, strict=True)
+        self.active = [before | now for before, now in pairs]
         if self.tokens < self.window_tokens:
             return None
         dead = [~active for active in self.active]
-        self.tokens, self.active, self.number = 0, [None] * len(dead), self.number + 1
+        self.tokens, self.active, self.number = 0, [], self.number + 1
         return dead
 
     def state(self) -> dict:
@@ -44,7 +45,7 @@ class DeadWindow:
 
     def restore(self, state: dict, device: torch.device) -> None:
         self.tokens, self.number = state["tokens"], state["number"]
-        self.active = [None if active is None else active.to(device) for active in state["active"]]
+        self.active = [active.to(device) for active in state["active"]]
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ import csv
 import dataclasses
 import datetime
 import functools
-import io
 import math
 import os
 import signal
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, gather_object, set_seed
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -39,7 +38,7 @@ from twell.models import SparseLlamaForCausalLM, save, silence
 from twell.sparse.observe import summarize_activity
 from twell.sparse.training import SparseTraining
 from twell.train.bar import TrainingBar
-from twell.train.checkpoint import Checkpoints
+from twell.train.checkpoint import GATHERED, Checkpoints
 from twell.train.dead import DeadWindow, balance, reinitialize
 from twell.train.relufy import Student
 from twell.train.steer import Steering
@@ -109,32 +108,18 @@ def adamw(
     )
 
 
-class Log:
-    """Appends tidy rows to a run's log.csv, each call's rows at once.
-
-    A resumed run gives the `size` in bytes from its checkpoint. Rows after it are removed, whole or
-    not: the run writes them again.
-    """
-
-    def __init__(self, path: Path, size: int | None = None):
-        self.path = path
-        if size is None:
-            path.write_text(",".join(results.LOG_COLUMNS) + "\n", encoding="utf-8")
-        else:
-            os.truncate(path, size)
-
-    def write(
-        self, step: int, tokens: int, split: str, values: dict[str, float | list[float]]
-    ) -> None:
-        """Write one row for each number, and one for each layer of a list."""
-        rows = []
-        for metric, value in values.items():
-            numbered = enumerate(value) if isinstance(value, list) else [("", value)]
-            rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
-        # Mode "a" would create a deleted log again, without its header.
-        with results.naming(self.path), open(self.path, "r+", encoding="utf-8") as file:
-            file.seek(0, os.SEEK_END)
-            csv.writer(file, lineterminator="\n").writerows(rows)
+def append_to_log(
+    path: Path, step: int, tokens: int, split: str, values: dict[str, float | list[float]]
+) -> None:
+    """Append tidy rows at once: one for each number, and one for each layer of a list."""
+    rows = []
+    for metric, value in values.items():
+        numbered = enumerate(value) if isinstance(value, list) else [("", value)]
+        rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
+    # Mode "a" would create a deleted log again, without its header.
+    with results.naming(path), open(path, "r+", encoding="utf-8") as file:
+        file.seek(0, os.SEEK_END)
+        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def activity_columns(layers: list[dict]) -> dict[str, list[float]]:
@@ -165,8 +150,7 @@ def noted_signals(loud: bool) -> Iterator[list[int]]:
         yield noted
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: not set from Python, so it cannot be restored
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
 
 class Run:
@@ -176,20 +160,21 @@ class Run:
         self, config: TrainConfig, folder: Path, accelerator: Accelerator, quiet: bool, resume: bool
     ):
         self.config, self.folder, self.accelerator, self.quiet = config, folder, accelerator, quiet
+        self.log = folder / "log.csv"
         self.main, self.device = accelerator.is_main_process, accelerator.device
         self.world, self.rank = accelerator.num_processes, accelerator.process_index
         set_seed(config.seed)
         with accelerator.main_process_first():
             text = config.prepare_text(self.rank, self.world)
         self.tokenizer, self.blocks, self.valid_blocks = text
-        self.inputs = {"text_sha256": text_hashes(config, self.blocks, self.valid_blocks)}
+        self.inputs = {"text_sha256": text_hashes(self.blocks, self.valid_blocks)}
         if config.teacher:
             self.inputs["teacher_sha256"] = teacher_hash(config.teacher)
 
         self.model = build_model(config, self.tokenizer, self.device)
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.checkpoints = Checkpoints(folder, main=self.main)
-        self.resume, self.continues = resume, resume and self.checkpoints.exist()
+        self.resume = resume
         path = "union" if config.precision == "bf16" else None  # the kernels take 16-bit inputs
         self.sparse = SparseTraining(self.model, path=path)
         prepare_layers(self.model, config, self.sparse)
@@ -199,7 +184,7 @@ class Run:
         optimizer = adamw(self.model, config, self.device)
         self.wrapped, self.optimizer = accelerator.prepare(self.model, optimizer)
         self.schedule = self.make_schedule(config.steps)
-        self.window = DeadWindow(config.num_layers, config.dead_window_tokens)
+        self.window = DeadWindow(config.dead_window_tokens)
         self.steering = Steering(config, self.model)
 
         taught = ["kl"] * bool(config.teacher) + ["hidden"] * bool(config.hidden_weight)
@@ -212,7 +197,7 @@ class Run:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
         config, size = self.config, None
         self.bar, self.done = bar, 0
-        if self.continues:
+        if self.resume and self.checkpoints.exist():
             check_inputs(self.folder, self.inputs)
             self.done, size = self.load_checkpoint()
         elif self.resume:
@@ -240,7 +225,7 @@ class Run:
             return self.finish()
 
     def open_folder(self, log_size: int | None) -> None:
-        starts = results.load_provenance(self.folder)["starts"] if self.resume else []
+        starts = results.load_provenance(self.folder).get("starts", []) if self.resume else []
         origin = results.provenance()
         self.origin = origin | {
             "parameters": self.parameters,
@@ -254,10 +239,11 @@ class Run:
             results.remove_run(self.folder)  # only now that all checks have passed
             self.checkpoints.remove()
         results.write_run(self.folder, dataclasses.asdict(self.config), self.origin)
-        valid = io.BytesIO()
-        np.save(valid, self.valid_blocks.tokens[: self.config.valid_tokens])
-        results.write_atomically(self.folder / results.VALID, valid.getvalue())
-        self.log = Log(self.folder / "log.csv", log_size)
+        np.save(self.folder / results.VALID, self.valid_blocks.tokens)
+        if log_size is None:
+            self.log.write_text(",".join(results.LOG_COLUMNS) + "\n", encoding="utf-8")
+        else:  # the rows after the checkpoint, whole or not, are written again
+            os.truncate(self.log, log_size)
         where = f"from step {self.done} " if self.done else ""
         self.say(
             f"{self.folder}: {self.parameters / 1e6:.2f}M parameters, "
@@ -415,7 +401,7 @@ class Run:
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
         if self.main:
-            self.log.write(step, step * self.config.batch_tokens, split, values)
+            append_to_log(self.log, step, step * self.config.batch_tokens, split, values)
         end = f"{self.config.steps}{'  decaying' if split.endswith('-decay') else ''}"
         if self.bar.disable or split.startswith("valid") or step == self.config.steps:
             self.say(f"{self.folder.name}  step {step}/{end}  {line}")
@@ -458,7 +444,7 @@ class Run:
 
     def interruption(self, step: int) -> KeyboardInterrupt:
         return KeyboardInterrupt(
-            f"interrupted; {self.checkpoints.good} has step {step} of {self.config.steps}. "
+            f"interrupted; {self.folder} has a checkpoint of step {step} of {self.config.steps}. "
             "To go on, give the same command with --resume, and without --overwrite"
         )
 
@@ -474,17 +460,17 @@ class Run:
             **self.steering.state(),
         }
         self.checkpoints.write(state, self.wrapped, self.optimizer.optimizer)
-        self.accelerator.wait_for_everyone()  # the main process writes its last file
+        self.accelerator.wait_for_everyone()  # the main process writes the file
 
     def load_checkpoint(self) -> tuple[int, int]:
         """Load the newest whole checkpoint; return its step and the log's size at that step."""
         state = self.checkpoints.read(self.say)
         if (processes := len(state["streams"])) != self.world:
-            folder = self.checkpoints.good
             raise ValueError(
-                f"{folder} is of {processes} processes; resume with as many, not {self.world}"
+                f"{self.checkpoints.good} is of {processes} processes; resume with as many, "
+                f"not {self.world}"
             )
-        self.checkpoints.load(self.wrapped, self.optimizer.optimizer)
+        self.checkpoints.load(state, self.wrapped, self.optimizer.optimizer)
         self.schedule.load_state_dict(state["schedule"])
         self.window.restore(state["window"], self.device)
         self.sparse.restore(state["sparse"])
@@ -505,8 +491,7 @@ class Run:
 
     def write_model(self, name: str) -> None:
         """Write the trained model; of a student and its teacher, the student."""
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        model, weights = self.model, get_model_state_dict(self.wrapped, options=whole)
+        model, weights = self.model, get_model_state_dict(self.wrapped, options=GATHERED)
         if not self.main:
             return
         if isinstance(model, Student):

@@ -11,7 +11,6 @@ uncompiled, the losses alone move several MB a token. Ours; the paper trains fro
 from __future__ import annotations
 
 import functools
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -257,12 +256,7 @@ def relufy_config(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
             raise ValueError(f"{field} follows from the teacher {name}; leave it out")
     fields["context"] = min(1024, config.max_position_embeddings)
     fields["threshold"] = getattr(config, "activation_threshold", 0.0)
-    written = [
-        f"{field}={json.dumps(value, ensure_ascii=False)}"
-        for field, value in fields.items()
-        if field not in given
-    ]
-    loaded = TrainConfig.load("relufy", [*written, *overrides])
+    loaded = TrainConfig.load("relufy", overrides, **fields)
     if loaded.context > config.max_position_embeddings:
         most = config.max_position_embeddings
         raise ValueError(f"context is {loaded.context}; {name} reads at most {most}")

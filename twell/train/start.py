@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import filelock
-import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, broadcast_object_list
 
@@ -70,10 +69,8 @@ def train(
         complete = resume and results.load_provenance(folder).get("complete")
         # A process that was killed at its start may have left no config.yaml.
         if resume and (complete or path.is_file() or Checkpoints(folder).exist()):
-            begun = TrainConfig.load(path)  # fields that an older version lacked keep defaults
-            if changes := config.changes(yaml.safe_load(path.read_text(encoding="utf-8"))):
+            if changes := config.changes(TrainConfig.load(path)):
                 raise ValueError(f"{folder} holds a run of another configuration: {changes}")
-            config = begun
         if complete:
             if main:  # the process may have been killed while it removed these
                 results.remove_unfinished(folder)
@@ -120,13 +117,14 @@ def _check_folder(config: TrainConfig, folder: Path, overwrite: bool, resume: bo
     teacher = Path(config.teacher or "")
     if config.teacher and teacher.exists() and teacher.resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"the teacher {teacher} is in {folder}; give the run another folder")
-    state = results.run_state(folder)
-    if state == "else":
+    names = {path.name for path in folder.glob("[!.]*")} - {results.LOCK}
+    is_run = "provenance.json" in names  # which is written first
+    if names and not is_run:
         files = "config.yaml, provenance.json and log.csv"
         raise FileExistsError(f"{folder} is not empty, and no run, which has {files}")
-    if state == "nothing" and resume:
+    if resume and not is_run:
         raise FileNotFoundError(f"{folder} holds no run to resume: start it without --resume")
-    if state != "nothing" and not (resume or overwrite):
+    if is_run and not (resume or overwrite):
         choice = "choose another folder, --resume or --overwrite it"
         raise FileExistsError(f"{folder} already holds a run; {choice}")
 

@@ -17,12 +17,12 @@ from twell.models import SparseLlamaForCausalLM, resolve
 from twell.sparse.observe import summarize_activity
 from twell.train.relufy import Student
 
+BATCH = 32  # sequences of a validation pass
 
-def text_hashes(
-    config: TrainConfig, blocks: corpus.Blocks | corpus.Stream, valid: corpus.Blocks
-) -> dict[str, str]:
+
+def text_hashes(blocks: corpus.Blocks | corpus.Stream, valid: corpus.Blocks) -> dict[str, str]:
     """Return the SHA-256 of a run's validation tokens and, unless streamed, training tokens."""
-    hashes = {"validation": _sha256(valid.tokens[: config.valid_tokens])}
+    hashes = {"validation": _sha256(valid.tokens)}
     if isinstance(blocks, corpus.Blocks):
         hashes["training"] = _sha256(blocks.tokens)
     return hashes
@@ -77,9 +77,7 @@ def check_inputs(run: str | Path, hashes: dict) -> None:
 
 
 @torch.no_grad()
-def evaluate(
-    model: SparseLlamaForCausalLM | Student, blocks: corpus.Blocks, batch: int = 32
-) -> dict:
+def evaluate(model: SparseLlamaForCausalLM | Student, blocks: corpus.Blocks) -> dict:
     """Return the mean cross-entropy (nats per predicted token) and each layer's activity.
 
     Result: {"cross_entropy": float, "layers": [summarize_activity(...) of each layer]}, over all
@@ -94,8 +92,8 @@ def evaluate(
 
     names = ["cross_entropy", *["kl", "cross_entropy_teacher"] * isinstance(model, Student)]
     totals = dict.fromkeys(names, 0.0)
-    for start in range(0, len(blocks), batch):
-        tokens = blocks.draw(range(start, min(start + batch, len(blocks)))).to(model.device)
+    for start in range(0, len(blocks), BATCH):
+        tokens = blocks.draw(range(start, min(start + BATCH, len(blocks)))).to(model.device)
         output = model(input_ids=tokens, labels=tokens, use_cache=False)
         for name in totals:
             totals[name] += float(getattr(output, name)) * len(tokens)
