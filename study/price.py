@@ -74,10 +74,11 @@ def evaluate_run(run: Path, folder: Path) -> list[dict]:
 
 
 def parameters(size: str) -> int:
-    """Return the parameters in the layers of a size of the plan."""
-    fields = (field.split("=") for field in PLAN["sizes"][size].split())
-    width, neurons, layers, *_ = (value for _, value in fields)
-    return int(layers) * int(width) * (4 * int(width) + 3 * int(neurons))
+    """Return the parameters of a size of the plan but for norms: embedding and layers."""
+    fields = dict(field.split("=") for field in f"{PLAN['train']} {PLAN['sizes'][size]}".split())
+    names = "vocab_size", "num_layers", "hidden_size", "intermediate_size"
+    vocab, layers, width, neurons = (int(fields[name]) for name in names)
+    return width * (vocab + layers * (4 * width + 3 * neurons))
 
 
 def pairs(rows: pd.DataFrame) -> pd.DataFrame:
@@ -98,7 +99,7 @@ def interval(values: pd.Series) -> tuple[float, float, float]:
 def prices(rows: pd.DataFrame) -> pd.DataFrame:
     """Return price, low, high (%) and active neurons by size, text, level and tokens.
 
-    parameters: in the layers of the size.
+    parameters: of the size, with its embedding.
     """
     table = []
     for key, some in pairs(rows).groupby(PAIR):

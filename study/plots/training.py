@@ -248,7 +248,7 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
         figure,
         base.sentence(about),
         f"Dashed: the paper's limit of {limit:g}%, and its {_PAPER_RATIO} tokens a parameter.",
-        "Parameters are those in layers. Thin lines: pairs of runs. Bands: 95%, of three pairs.",
+        "Thin lines: pairs of runs. Bands: 95%, of three pairs.",
     )
     return figure
 
