@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import twell
@@ -64,9 +65,15 @@ kernels read them.
 
 
 def write_layer(folder: Path) -> Path:
-    """Write the folder. Raises FileExistsError where it exists."""
+    """Write the folder, whole or not at all. Raises FileExistsError where it exists.
+
+    An interrupted call leaves `.NAME.part`, which the next one replaces.
+    """
     if folder.exists():
         raise FileExistsError(f"{folder} already exists; choose another folder")
+    part = folder.with_name(f".{folder.name}.part")
+    if part.exists():
+        shutil.rmtree(part)
     files = {
         f"{name}.py": re.sub(r"^( *from )twell\.(?=kernels|sparse)", r"\1..", text, flags=re.M)
         for name, text in _sources("sparse/stateless").items()
@@ -81,11 +88,11 @@ def write_layer(folder: Path) -> Path:
         metadata |= {"python-depends": [], "backend": {"type": backend}}
         files["metadata.json"] = json.dumps(metadata, indent=1) + "\n"
         for path, text in files.items():
-            target = folder / "build" / f"torch-{backend}" / path
+            target = part / "build" / f"torch-{backend}" / path
             write_atomically(target, text.replace('"twell::', f'"{name}::'))
     page = README.format(version=twell.__version__, folder=folder)
-    write_atomically(folder / "README.md", page)
-    return folder
+    write_atomically(part / "README.md", page)
+    return part.rename(folder)
 
 
 def _sources(name: str) -> dict[str, str]:

@@ -318,7 +318,7 @@ def load_provenance(folder: str | Path) -> dict:
     with reading(path):
         origin = dict(json.loads(path.read_text(encoding="utf-8")))
         _check_provenance(origin)
-        return origin
+        return origin | {"starts": [dict(start) for start in origin.get("starts", ())]}
 
 
 def load_log(path: str | Path) -> pd.DataFrame:

@@ -63,6 +63,13 @@ Resume = Annotated[bool, option(..., "Go on from the run's checkpoint.", name="-
 Statistics = Annotated[Path | None, option(..., "Statistics; default: its own.", metavar="FILE")]
 
 
+def split_config(size: str, overrides: list[str], default: str) -> dict:
+    """Return a configuration and its overrides; key=value in its place leaves the default."""
+    if "=" in size:
+        return {"size": default, "overrides": [size, *overrides]}
+    return {"size": size, "overrides": list(overrides)}
+
+
 def read_text(
     text: str | None, file: Path | None, as_text: str = "--text", as_file: str = "--file"
 ) -> str:

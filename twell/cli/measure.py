@@ -122,7 +122,7 @@ def train_step(
 
     A row for each provider is appended to train_step.csv, if it learns as dense does.
     """
-    run("train_step", locals())
+    run("train_step", locals() | common.split_config(size, overrides, "171m"))
 
 
 def model(
@@ -155,10 +155,11 @@ def model(
     The activity is that of the text, or imposed on random weights. Rows are appended to model.csv,
     model_layers.csv and decode.csv.
     """
-    options = locals()
+    options = locals() | common.split_config(size, overrides, "2b")
     del options["text"], options["file"], options["source"]
     from twell.config import CONFIGS
 
+    size, overrides = options["size"], options["overrides"]
     is_config = size.endswith((".yaml", ".yml")) or (CONFIGS / f"{size}.yaml").is_file()
     if is_config and (text or file or source or ordered or alike):
         raise ValueError(f"{size} is a configuration of random weights, which has no text")
@@ -265,7 +266,7 @@ def serve(
     Their answers are compared with transformers' first. Rows are appended to serve.csv; a model of
     random weights and the servers' logs stay in the folder serve beside it.
     """
-    run("serve", locals())
+    run("serve", locals() | common.split_config(size, overrides, "2b"))
 
 
 app = common.group("Time layers and models on this GPU. Results are checked before.", "measure")

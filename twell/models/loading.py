@@ -144,11 +144,15 @@ def resolve(name: str | Path) -> Path:
 
 
 def read_json(path: Path) -> dict:
-    """Return the JSON object in a file. Raises ValueError for what is not JSON."""
+    """Return the JSON object in a file. Raises ValueError for anything else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; {PUT_BACK}") from None
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        raise ValueError(f"{path} holds a {kind}, expected a JSON object; {PUT_BACK}")
+    return fields
 
 
 def _is_llama(folder: Path) -> bool:

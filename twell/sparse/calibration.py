@@ -98,6 +98,8 @@ class Calibration:
             raise ValueError(f"path {min(unknown)!r} is unknown; use {', '.join(DEPENDS_ON)}")
         if not any("dense" in point.ms for point in self.times):
             raise ValueError("times has no dense ones, with which sparse paths are compared")
+        if not all(min(p.tokens, *p.ms.values()) > 0 for p in (*self.times, *self.floors)):
+            raise ValueError("a point has tokens or ms that are not above 0")
 
     # --- files, and layers that they fit
 
@@ -118,6 +120,7 @@ class Calibration:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
             for name, kind in _LISTS.items():
                 fields[name] = tuple(kind(**point) for point in fields.get(name, ()))
+            fields.pop("expected", None)  # null in files of older versions
             return cls(**fields)
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no calibration: {error}") from None

@@ -337,10 +337,12 @@ def _save(ctx, inputs, keyword_only_inputs, output) -> None:
 
 
 def _differentiate(ctx, dy):
-    tensors, needs = ctx.saved_tensors, ctx.needs_input_grad[:7]
-    wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+    needs = (*ctx.needs_input_grad, *[False] * 7)[:7]  # torch leaves out defaults at the end
     with torch.enable_grad():
+        # Views: gradients stop at the arguments, and do not run on into the caller's graph.
+        tensors = [None if tensor is None else tensor.view_as(tensor) for tensor in ctx.saved_tensors]
         y = reference.ffn(*tensors, act=ctx.act)
+    wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
     computed = iter(torch.autograd.grad(y, wanted, dy, create_graph=torch.is_grad_enabled()))
     return *(next(computed) if need else None for need in needs), None, None, None
 
@@ -453,6 +455,8 @@ def ffn(
             return ffn(*given, activation=activation, threshold=threshold, path=path, out=out)
     if x.dim() == 0:
         raise ValueError("x is a single number, expected [..., hidden_size]")
+    if w_up.dim() == 0:
+        raise ValueError("w_up is a single number, expected [intermediate_size, hidden_size]")
     if out is not None:
         _check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)

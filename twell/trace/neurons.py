@@ -15,11 +15,14 @@ def places(aggregate: Aggregate, layer: int, neuron: int, kind: str = "top") -> 
     Each is a tuple: value (h, signed); quantile (of the neuron's signed values; NaN for the
     strongest); the text before the token that fires, the token, and the text after it; sequence and
     position of that token. The strongest come by falling |value|, "quantile" by rising value. A
-    neuron that rarely fires has fewer, or none. Raises IndexError for an unknown neuron.
+    neuron that rarely fires has fewer, or none. Raises ValueError for another kind, IndexError for
+    an unknown neuron.
     """
     layers, neurons = aggregate.num_layers, aggregate.intermediate_size
     if not (0 <= layer < layers and 0 <= neuron < neurons):
         raise IndexError(f"no layer {layer}, neuron {neuron} in {layers} layers of {neurons}")
+    if kind not in ("top", "quantile"):
+        raise ValueError(f"kind is {kind!r}; use 'top' or 'quantile'")
     at, value = (getattr(aggregate, f"{kind}_{part}")[layer, neuron] for part in ("at", "value"))
     quantiles = aggregate.quantiles if kind == "quantile" else [np.nan] * len(at)
     rows = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from twell import results
 
 DIGITS = 16  # of HASH
 NAMES = f"checkpoint-{'[0-9]' * 8}-{'[0-9a-f]' * DIGITS}.pt"
+OLDER = f"checkpoint-{'[0-9]' * 8}/state.pt"  # in folders of older versions
 UNFINISHED = f".checkpoint{results.UNFINISHED}"
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the main process
 
@@ -36,7 +38,7 @@ class Checkpoints:
 
     def exist(self) -> bool:
         """Return whether there are any, also of older versions, which `read` refuses."""
-        return any(self.folder.glob("checkpoint-[0-9]*"))
+        return bool(self.paths()) or any(self.folder.glob(OLDER))
 
     def write(self, state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write the newest checkpoint, all processes together. At every moment one is whole."""
@@ -93,6 +95,8 @@ class Checkpoints:
         """Delete the checkpoints, `but` one."""
         for path in {*self.paths(), self.folder / UNFINISHED} - {but}:
             path.unlink(missing_ok=True)
+        for file in self.folder.glob(OLDER):
+            shutil.rmtree(file.parent)
 
 
 def read(path: Path) -> dict:

@@ -150,7 +150,8 @@ def noted_signals(loud: bool) -> Iterator[list[int]]:
         yield noted
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: not set from Python, so it cannot be restored
+                signal.signal(number, handler)
 
 
 class Run:
@@ -225,7 +226,7 @@ class Run:
             return self.finish()
 
     def open_folder(self, log_size: int | None) -> None:
-        starts = results.load_provenance(self.folder).get("starts", []) if self.resume else []
+        starts = results.load_provenance(self.folder)["starts"] if self.resume else []
         origin = results.provenance()
         self.origin = origin | {
             "parameters": self.parameters,
