@@ -38,7 +38,7 @@ def test_the_loss_and_its_gradient(config, tmp_path, tiny_text, monkeypatch, kin
     folder = write_pretrained(tmp_path / "model", tiny_text, kind)
     given = config("hidden_weight=0.3", "l1_coefficient=0.5", model=folder)
     given = dataclasses.replace(given, compile=compiled, checkpoint_activations=again)
-    model, plain = (Student.of(given, torch.device("cpu")) for _ in range(2))
+    model, plain = (Student(given, torch.device("cpu")) for _ in range(2))
     prepare_layers(model, given, SparseTraining(model))
     ids = ids_of(3, 20)
     model.eval()(ids)
@@ -120,7 +120,7 @@ def test_a_threshold_is_part_of_the_model(config, tmp_path):
     assert shares[1] < 0.9 * shares[0]
     # A run is a model too, whose threshold the next one keeps.
     assert config(model=run).threshold == 0.3 and config(model=run).teacher == str(run / "model")
-    again = Student.of(config(model=run), torch.device("cpu")).eval()
+    again = Student(config(model=run), torch.device("cpu")).eval()
     assert abs(again(ids_of(2, 16)).kl.item()) < 1e-6
     before = contents(run)
     with pytest.raises(ValueError, match="the teacher .*model is in "):
@@ -131,7 +131,7 @@ def test_a_threshold_is_part_of_the_model(config, tmp_path):
 def test_a_student_has_no_dropout(config, tiny_text, tmp_path):
     """It would act in the student alone, and make the teacher's prediction unreachable."""
     folder = write_pretrained(tmp_path / "model", tiny_text, "qwen2", attention_dropout=0.5)
-    student = Student.of(config(model=folder), torch.device("cpu"))
+    student = Student(config(model=folder), torch.device("cpu"))
     ids = torch.arange(32).reshape(1, 32)
     first, second = (student.train()(ids, ids).kl.item() for _ in range(2))
     assert first == second == student.eval()(ids, ids).kl.item()

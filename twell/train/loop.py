@@ -53,7 +53,7 @@ def build_model(
 ) -> SparseLlamaForCausalLM | Student:
     """Return a model with random weights, the same on every backend, or a teacher's student."""
     if config.teacher is not None:
-        return Student.of(config, device)
+        return Student(config, device)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     # The kernels' layout of the weights would draw them in another order.
     dense = dataclasses.replace(config, backend="dense")

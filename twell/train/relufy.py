@@ -63,35 +63,24 @@ class StudentOutput:
 class Student(nn.Module):
     """A model with SparseFFN layers that learns the predictions of another one.
 
-    The teacher is not a submodule, so it is neither trained nor saved.
+    The teacher is on `device`. It is not a submodule, so it is neither trained nor saved.
     """
 
     recording = False  # as in SparseLlamaForCausalLM
 
-    def __init__(
-        self,
-        student: PreTrainedModel,
-        teacher: PreTrainedModel,
-        l1_coefficient: float,
-        hidden_weight: float = 0.0,
-    ):
+    def __init__(self, config: TrainConfig, device: torch.device):
         super().__init__()
-        self.student, self.teacher, self.config = student, (teacher,), student.config
-        self.l1_coefficient, self.hidden_weight = l1_coefficient, hidden_weight
-        self.losses, self.distance = _losses, _distance
-        self.outputs: tuple[list[Tensor], ...] = [], []  # of the student's and teacher's layers
-        self._no_split_modules = student._no_split_modules  # FSDP shards these
-
-    @classmethod
-    def of(cls, config: TrainConfig, device: torch.device) -> Student:
-        """Return the student of a configuration, with its teacher on `device`."""
         kind = torch.bfloat16 if config.precision == "bf16" else torch.float32
         teacher = load_stock(config.teacher, kind).to(device)
-        teacher.requires_grad_(False).eval()
-        student = relu_student(config)
+        self.teacher = (teacher.requires_grad_(False).eval(),)
+        self.student = relu_student(config)
         if config.balance_every:  # before AdamW has moments: later calls change the weights little
-            balance(student)
-        return cls(student, teacher, config.l1_coefficient, config.hidden_weight)
+            balance(self.student)
+        self.config = self.student.config
+        self.l1_coefficient, self.hidden_weight = config.l1_coefficient, config.hidden_weight
+        self.losses, self.distance = _losses, _distance
+        self.outputs: tuple[list[Tensor], ...] = [], []  # of the student's and teacher's layers
+        self._no_split_modules = self.student._no_split_modules  # FSDP shards these
 
     @property
     def ffns(self) -> list[SparseFFN]:
