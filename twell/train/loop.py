@@ -124,8 +124,7 @@ def append_to_log(
 
 def activity_columns(layers: list[dict]) -> dict[str, list[float]]:
     """Return the per-layer metrics of a log from the results of `summarize_activity`."""
-    columns = {f"active_{key}": [layer[key] for layer in layers] for key in ("mean", "p99", "max")}
-    return columns | {"dead_fraction": [layer["dead"] for layer in layers]}
+    return {f"active_{key}": [layer[key] for layer in layers] for key in ("mean", "p99", "max")}
 
 
 @contextlib.contextmanager
@@ -354,13 +353,12 @@ class Run:
         speed = tokens / (time.perf_counter() - self.since)
         values |= {"lr": self.learning_rate, "grad_norm": norm, "tokens_per_second": speed}
         values |= activity_columns([summarize_activity(*pair) for pair in counts])
-        del values["dead_fraction"]  # the log has the share in a whole window, below
         if self.sparse.active:
             summary = self.sparse.summary()
             values |= {name: summary[name] for name in ("sparse_layers", "repeated_steps")}
         if self.device.type == "cuda":  # bytes, of one device, in these steps
             values["peak_memory"] = torch.cuda.max_memory_allocated()
-        if dead is not None:
+        if dead is not None:  # at the end of a window
             values["dead_fraction"] = [float(layer.double().mean()) for layer in dead]
             if config.reinit:
                 reinitialize(self.model, dead, config.reinit, [config.seed, self.window.number])
@@ -390,6 +388,7 @@ class Run:
             result = evaluate(self.model, self.valid_blocks)
         layers = result.pop("layers")
         values = result | activity_columns(layers)
+        values["dead_fraction"] = [layer["dead"] for layer in layers]
         self.check_finite("validation loss", values["cross_entropy"], step)
         if step == self.config.steps:
             with silence(self.model), self.autocast():
