@@ -23,6 +23,7 @@ from twell.trace.texts import token_strings
 Table = tuple[np.ndarray, np.ndarray]  # firings [L, N, k]: numbers of tokens, -1 for none; their h
 OFTEN = 8  # firings that both neurons of a pair need for a correlation
 SAMPLE = 32  # firings of a neuron that are drawn evenly, for the quantiles
+CHUNK = 1024  # tokens of a merge
 LAST_TOKEN = 2**32 - 1  # the highest number of a token in `Best`
 
 
@@ -61,11 +62,12 @@ class Best:
 
     def add(self, layer: int, at: Tensor, active: Tensor, score: Tensor, h: Tensor) -> None:
         """Add the firings of tokens `at` [T]: bool, score (fp32, 0 or more) and h, all [T, N]."""
-        # The bits of floats of one sign are ordered as the floats.
-        keys = score.view(torch.int32).long() << 32 | (LAST_TOKEN - at)[:, None]
-        keys = torch.cat([self.keys[layer], torch.where(active, keys, -1)])
-        self.keys[layer], chosen = keys.topk(self.keys.shape[1], dim=0)
-        self.values[layer] = torch.cat([self.values[layer], h]).gather(0, chosen)
+        for part in torch.arange(len(at), device=at.device).split(CHUNK):
+            # The bits of floats of one sign are ordered as the floats.
+            keys = score[part].view(torch.int32).long() << 32 | (LAST_TOKEN - at[part])[:, None]
+            keys = torch.cat([self.keys[layer], torch.where(active[part], keys, -1)])
+            self.keys[layer], chosen = keys.topk(self.keys.shape[1], dim=0)
+            self.values[layer] = torch.cat([self.values[layer], h[part]]).gather(0, chosen)
 
     def table(self) -> Table:
         at = torch.where(self.keys < 0, -1, LAST_TOKEN - (self.keys & LAST_TOKEN))
