@@ -11,11 +11,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 
@@ -192,9 +194,11 @@ class Calibration:
         times = {}
         for path, curves in self._curves.items():
             x = self._work(path, active, union)
-            ms_at = [np.interp(x, *curve, right=math.nan) for _, curve in curves]
+            above = min(bisect_left(curves, num_tokens, key=itemgetter(0)), len(curves) - 1)
+            near = curves[max(above - 1, 0) : above + 1]
+            ms_at = [np.interp(x, *curve, right=math.nan) for _, curve in near]
             # Not np.log, which may round otherwise: a measured number of tokens has to be found.
-            sizes = [math.log(tokens) for tokens, _ in curves]
+            sizes = [math.log(tokens) for tokens, _ in near]
             ms = math.exp(np.interp(math.log(num_tokens), sizes, np.log(ms_at)))
             (fewest, _), (most, _) = curves[0], curves[-1]
             ms *= max(num_tokens / most, 1)

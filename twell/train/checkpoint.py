@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from twell import results
 
@@ -88,8 +89,10 @@ class Checkpoints:
     @staticmethod
     def load(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the weights and the optimiser of a state that `read` returned."""
-        whole = StateDictOptions(full_state_dict=True)
-        set_state_dict(model, optimizer, **state["tensors"], options=whole)
+        # Asked for, torch copies all tensors to the GPU before it cuts them into shards.
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        options = StateDictOptions(full_state_dict=sharded)
+        set_state_dict(model, optimizer, **state["tensors"], options=options)
 
     def remove(self, but: Path | None = None) -> None:
         """Delete the checkpoints, `but` one."""
