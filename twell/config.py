@@ -308,7 +308,7 @@ def _coerce(name: str, kind: type, value):
     if kind in (int, float) and isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)
-    if type(value) in (int, float) and kind is not bool:
+    if type(value) in (int, float) and (kind in (int, float) or name == "decay_at"):
         if kind is not int or value % 1 == 0:
             value = kind(value)
     if type(value) is not kind:
