@@ -21,7 +21,7 @@ SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 # Each program runs in the empty folder, after the commands between.
 FILES = """
-import json, lm_eval.tasks, sys, twell, twell.evaluate as e, twell.train as t
+import json, lm_eval.tasks, sys, twell, twell.evaluate.tasks as e, twell.train as t
 import twell.inspector, twell.sparse.ops, twell.sparse.calibration as c
 assert twell.__file__.startswith(sys.prefix), twell.__file__
 assert len([t.TrainConfig.load(file) for file in t.CONFIGS.iterdir()]) > 9
