@@ -139,7 +139,7 @@ def test_no_run_is_an_error_or_two_empty_tables(tmp_path):
     [
         ("log.csv", b"step,value\n1,2\n"),
         ("log.csv.xz", lzma.compress(HEADER.encode())[:-9]),
-        ("provenance.json", json.dumps(PROVENANCE | {"commit": ""}).encode()),
+        ("provenance.json", json.dumps(PROVENANCE | {"starts": [5]}).encode()),
         ("config.yaml", b"text"),
     ],
 )

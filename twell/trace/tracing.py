@@ -181,7 +181,7 @@ def aggregate(
     model does not have, and for a model whose counts exceed max_bytes; FloatingPointError for
     values that are not finite.
     """
-    if not sequences:
+    if not len(sequences):
         raise ValueError("there is no sequence to count; give at least one")
     ffns = sparse_ffns(model)
     layers, size = len(ffns), ffns[0].intermediate_size
