@@ -24,7 +24,8 @@ from twell.measure import providers
 
 PLAN = yaml.safe_load(Path(__file__).with_name("price.yaml").read_text(encoding="utf-8"))
 PAIR = ["size", "text", "l1_coefficient", "tokens"]
-MODEL = ["model", "sparse", "intermediate_size"]
+MODEL = ["model", "intermediate_size"]
+TIMED_AS = {"0.5b": "445m"}  # the package's configuration, with the plan's vocabulary
 DENSE = providers.DENSE_COMPILED.name
 SPARSE = providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name
 
@@ -136,46 +137,56 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
     return table.assign(verdict=np.where(significant, signed, other))
 
 
-def worth(
-    rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new", level: float = 6e-4
-) -> pd.DataFrame:
+def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new") -> pd.DataFrame:
     """Return the dense and sparse models at the end of training, a row a use and model.
 
     rows: of data/bench/price.csv. times: by use, such as "inference", `analysis.model_speedups` or
-    `step_speedups` of one device, number of tokens and activity. nanoseconds: of a token.
-    cross_entropy: on `text`, the mean over seeds that all models of a size have. beside: the
-    neurons of the dense model whose time is nearest to the sparse one's. slower: time of the sparse
-    model over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of one seed.
-    Sizes without a narrower dense model are left out.
+    `step_speedups` of one device and number of tokens. nanoseconds: of a token; of a sparse model
+    with the fewest measured active neurons that are no fewer than its own. cross_entropy: on
+    `text`, the mean over seeds that all models of a size with several seeds have. Of sparse models
+    also: beside: the neurons of the dense model whose time is nearest. slower: time over it (%).
+    mean, min, max: cross-entropy over it (%), of `count` pairs of one seed. Sizes without a sparse
+    model and a dense one of another width are left out.
     """
-    some = rows[(rows["text"] == text) & rows["l1_coefficient"].isin([0, level])]
+    some = rows[rows["text"] == text].rename(columns={"neurons": "intermediate_size"})
     end = some.loc[some.groupby("run")["tokens"].idxmax()]
-    end = end.rename(columns={"neurons": "intermediate_size"})
+    index = [*MODEL, "sparse", "l1_coefficient"]
     end = end.assign(model=end["size"].str.split(".").str[0], sparse=end["l1_coefficient"] > 0)
+    active = end.groupby(index, as_index=False)["active"].mean()
     timed = pd.concat(times, names=["use"]).reset_index("use")
     timed = timed[timed["provider"].isin([DENSE, *SPARSE])]
-    timed["sparse"] = timed["provider"] != DENSE
-    timed["nanoseconds"] = 1e6 * timed["p50"] / timed["tokens"]
-    end = end.merge(timed[["use", *MODEL, "nanoseconds"]], on=MODEL)
+    timed = timed.assign(
+        model=timed["model"].replace(TIMED_AS),
+        sparse=timed["provider"] != DENSE,
+        nanoseconds=1e6 * timed["p50"] / timed["tokens"],
+    )
+    timed = active.merge(timed, on=[*MODEL, "sparse"], suffixes=("", "_timed"))
+    enough = timed["active_timed"] >= timed["active"] * (1 - PLAN["alike"] / 100)
+    timed = timed[enough | ~timed["sparse"]].sort_values(["active_timed", "nanoseconds"])
+    timed = timed.groupby(["use", *index], as_index=False)["nanoseconds"].first()
+    end = end.merge(timed, on=index)
 
-    tables, index = [], ["use", *MODEL, "l1_coefficient", "nanoseconds"]
-    for _, some in end.groupby(["use", "model"]):
+    tables, index = [], ["use", *index, "nanoseconds"]
+    for (_, size), some in end.groupby(["use", "model"]):
         losses = some.pivot(index=index, columns="seed", values="cross_entropy")
-        means = losses.dropna(axis=1).mean(axis=1)
-        table = losses.add_prefix("seed ").assign(cross_entropy=means).reset_index()
+        shared = losses[losses.count(axis=1) > 1].dropna(axis=1).columns
+        table = losses.add_prefix("seed ").assign(cross_entropy=losses[shared].mean(axis=1))
+        table = table.reset_index().assign(parameters=parameters(size))
         sparse, dense = table[table["sparse"]], table[~table["sparse"]]
-        if sparse.empty or dense["intermediate_size"].nunique() < 2:
+        if {*dense["intermediate_size"]} <= {*sparse["intermediate_size"]} or sparse.empty:
             continue
-        (one,) = sparse.index
-        slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
-        other = slower.abs().idxmin()
-        change = (100 * (losses.iloc[one] / losses.iloc[other] - 1)).dropna()
-        row = change.agg(["count", "mean", "min", "max"]).to_dict()
-        row |= {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
-        ahead = row["max"] < 0 and row["slower"] <= PLAN["alike"]
-        behind = row["min"] > 0 and row["slower"] >= -PLAN["alike"]
-        row["verdict"] = "ahead" if ahead else "behind" if behind else "cannot be told"
-        tables.append(table.join(pd.DataFrame(row, sparse.index)))
+        compared = []
+        for one in sparse.index:
+            slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
+            other = slower.abs().idxmin()
+            change = (100 * (losses.iloc[one] / losses.iloc[other] - 1)).dropna()
+            row = change.agg(["count", "mean", "min", "max"]).to_dict()
+            row |= {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
+            ahead = row["max"] < 0 and row["slower"] <= PLAN["alike"]
+            behind = row["min"] > 0 and row["slower"] >= -PLAN["alike"]
+            verdict = "ahead" if ahead else "behind" if behind else "cannot be told"
+            compared.append(row | {"verdict": "one pair" if len(change) == 1 else verdict})
+        tables.append(table.join(pd.DataFrame(compared, sparse.index)))
     return pd.concat(tables or [pd.DataFrame()], ignore_index=True)
 
 

@@ -64,13 +64,10 @@ def fp8_quality(rows: pd.DataFrame) -> pd.DataFrame:
     """
     if rows.empty:
         return rows.assign(side="")
-    newest = rows[rows["date"] == rows.groupby("model")["date"].transform("max")]
-    providers = newest["provider"].map(Provider.parse)
+    rows = rows[rows["date"] == rows.groupby("model")["date"].transform("max")]
     sides = [
         ("dense" if one.backend == "dense" else "sparse") + _PRECISIONS[one.precision]
-        for one in providers
+        for one in rows["provider"].map(Provider.parse)
     ]
-    level = newest.groupby("model")["active"].transform("first")
-    rows = newest.assign(side=sides, level=level)
-    rows = rows.sort_values(["parameters", "level"], ascending=[True, False], kind="stable")
-    return rows.drop(columns="level")
+    rows = rows.assign(side=sides, level=-rows.groupby("model")["active"].transform("first"))
+    return rows.sort_values(["parameters", "level"], kind="stable").drop(columns="level")

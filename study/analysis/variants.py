@@ -339,13 +339,6 @@ def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     return table[columns].reset_index(drop=True)
 
 
-def computed_by_seed(runs: pd.DataFrame, log: pd.DataFrame) -> list[pd.DataFrame]:
-    """Return `computed_otherwise` of the runs of each seed; without runs one table without rows."""
-    if runs.empty:
-        return [computed_otherwise(runs, log)]
-    return [computed_otherwise(some, log) for _, some in runs.groupby("seed")]
-
-
 def _ways(runs: pd.DataFrame, devices: pd.Series) -> pd.Series:
     """Return how each run was computed, in words, as far as the others differ."""
     ways = runs["backend"].replace({"triton": "sparse kernels"})

@@ -1,5 +1,7 @@
 """Figures of training: sweeps (Figs 2, 3, 9), remedies (Fig. 8), sizes, tokens, races, students."""
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import seaborn as sns
@@ -259,30 +261,31 @@ _USES = {"inference": "forward pass (ns per token)", "training": "optimiser step
 def worth(table: pd.DataFrame, about: str = "") -> Figure:
     """Draw cross-entropy over the time of a token, dense models of several widths and sparse ones.
 
-    table: `study.price.worth`.
+    table: `study.price.worth`. A row of panels is a size.
     """
-    figure, (axes,) = base.subplots(base.PAGE, 2.5, 1, 2, sharey=True)
-    for (use, label), ax in zip(_USES.items(), axes, strict=True):
-        rows = table[table["use"] == use].sort_values("nanoseconds")
-        for (_, sparse), models in rows.groupby(["model", "sparse"]):
+    sizes = sorted(table["parameters"].unique())
+    figure, axes = base.subplots(base.PAGE, 2.4 * len(sizes), len(sizes), 2, sharey="row")
+    for (size, use), ax in zip(itertools.product(sizes, _USES), axes.flat, strict=True):
+        rows = table[(table["use"] == use) & (table["parameters"] == size)].sort_values("nanoseconds")
+        for sparse, models in rows.groupby("sparse"):
             time, colour = models["nanoseconds"], base.SPARSE if sparse else base.DENSE
-            ax.plot(time, models["cross_entropy"], "o-", color=colour, markersize=5)
+            style = {"color": colour, "markersize": 5}
+            ax.plot(time, models["cross_entropy"], "o" if sparse else "o-", **style)
             ax.plot(time, models.filter(like="seed "), "_", color=colour, markersize=10, mew=0.8)
             for row in models.itertuples():
-                level = f"L1 = {analysis.level_name(row.l1_coefficient)}"
-                name = level if sparse else f"{row.intermediate_size:,} neurons"
+                level = f"L1 = {analysis.level_name(row.l1_coefficient)}, " if sparse else ""
                 place = row.nanoseconds, row.cross_entropy
-                base.note(ax, name, place, (8, 8 if sparse else -2), **base.HALO)
+                base.note(ax, f"{level}{row.intermediate_size:,}", place, (8, 8 * sparse - 2), **base.HALO)
         ax.margins(0.15)
-        left, right = ax.get_xlim()
-        ax.set(xlabel=label, xlim=(left, right + 0.4 * (right - left)))  # for the names
+        ax.set(xlabel=_USES[use], xlim=(0, 1.8 * rows["nanoseconds"].max()))  # for the names
         ax.xaxis.set_major_locator(MaxNLocator(4))
-        ax.set_title(use, loc="left")
-    axes[0].set_ylabel("cross-entropy (nats)")
+        ax.set_title(f"{use}, {size / 1e6:.0f} M", loc="left")
+    for ax in axes[:, 0]:
+        ax.set_ylabel("cross-entropy (nats)")
     base.caption(
         figure,
         base.sentence(about),
-        "Grey: dense models, by their neurons. Blue: the sparse model.",
+        "Numbers: neurons of a layer. Grey: dense models. Blue: sparse ones.",
         "Points are means of the seeds that all have, thin marks single seeds.",
     )
     return figure

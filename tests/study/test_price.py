@@ -72,19 +72,22 @@ def test_prices_and_verdicts_follow_the_plan(monkeypatch):
 @pytest.mark.parametrize("losses, expected", [((2.7, 2.8), "ahead, ?"), ((2.9, 3.2), "?, behind")])
 def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, expected):
     models = {("85m", 0.0): (2.8, 2.9), ("85m.1216", 0.0): (3.0, 3.1), ("85m", 6e-4): losses}
+    models[("85m", 1.5e-4)] = (2.7,)  # one pair is no verdict
     rows = [(*name, *pair) for name, values in models.items() for pair in enumerate(values)]
     rows = pd.DataFrame(rows, columns=["size", "l1_coefficient", "seed", "cross_entropy"])
     rows["neurons"] = 2112 - 896 * (rows["size"] != "85m")
     rows["run"] = rows["size"] + rows["l1_coefficient"].map("-{:g}-".format) + rows["seed"].map(str)
-    rows = rows.assign(text="new", tokens=221)
-    other = rows.assign(cross_entropy=range(6))  # of an earlier point, and of another text
+    rows = rows.assign(text="new", tokens=221, active=20.0)
+    other = rows.assign(cross_entropy=range(7))  # of an earlier point, and of another text
     others = other.assign(tokens=60), other.assign(text="valid")
     rows = pd.concat([rows, *others], ignore_index=True)
-    timed = {"provider": [price.DENSE, price.DENSE, price.SPARSE[0]], "model": "85m", "tokens": 100}
-    timed = pd.DataFrame(timed | {"intermediate_size": [2112, 1216, 2112], "p50": [14.0, 10.0, 10.1]})
+    timed = {"provider": [price.DENSE] * 2 + [price.SPARSE[0]] * 3, "model": "85m", "tokens": 100}
+    timed |= {"intermediate_size": [2112, 1216, 2112, 2112, 2112], "active": [20, 20, 9, 19.8, 40]}
+    timed = pd.DataFrame(timed | {"p50": [14.0, 10.0, 5.0, 10.1, 13.0]})
     times = {"inference": timed, "training": timed.replace({"p50": {10.1: 20.0}})}
-    table = price.worth(rows, times).dropna(subset="verdict").set_index("use")
-    found = table["verdict"].replace("cannot be told", "?")
+    table = price.worth(rows, times).dropna(subset="verdict").set_index(["l1_coefficient", "use"])
+    assert set(table.loc[1.5e-4, "verdict"]) == {"one pair"}
+    found = (table := table.loc[6e-4])["verdict"].replace("cannot be told", "?")
     assert ", ".join(found[["inference", "training"]]) == expected
     assert table["beside"].to_dict() == {"inference": 1216, "training": 2112}
 
