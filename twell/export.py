@@ -18,53 +18,7 @@ from twell.models import check_llama, load, save
 from twell.train.text import evaluate, run_text
 
 AGGREGATE = "aggregate.npz"  # statistics of each neuron, which `twell inspect` shows
-CARD = """---
-{license}pipeline_tag: text-generation
-tags: [llama, sparse, relu, twell]
----
-# {name}
-
-A Llama-like language model with {millions:.1f} M parameters and sparse feed-forward layers: \
-{active:.3g} of {row[intermediate_size]} neurons a layer ({share:.2g}%) are active for a token of \
-held-out text. After "Sparser, Faster, Lighter Transformer Language Models" (arXiv 2603.23198).
-
-{rows}
-
-{layers}
-
-Both tables are of {valid_tokens:,} tokens of held-out text, in sequences of {row[context]}.
-
-## Use
-
-```python
-import twell
-
-model, tokenizer = twell.load("{name}")   # from the folder that holds it
-inputs = tokenizer("The", return_tensors="pt", return_token_type_ids=False)
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=60, do_sample=True, top_k=40)[0]))
-```
-
-`AutoModelForCausalLM.from_pretrained("{name}")` of transformers loads the same model after
-`import twell`, or with `trust_remote_code=True`, which runs the file `modeling_twell.py` of this \
-folder. {stock}
-
-`twell trace {name} --text "..." --out trace.npz` records which neurons fire.
-
-## Training
-
-{tokens} tokens, activation {activation}. Text: {text}{teacher}
-
-`{command}`
-
-on {start[device]}, commit {start[commit]}{resumes}
-
-The L1 term is the mean over tokens and layers of the sum over neurons of |h|.
-
-## Limits
-
-A small model for looking at sparse activity, not for answers. What it writes is often wrong, and \
-it repeats what its text holds. Nobody has checked it for bias.
-"""
+CARD = Path(__file__).with_name("templates") / "model_card.md"
 
 
 @torch.no_grad()
@@ -140,7 +94,7 @@ def _card(
     stock = "It needs twell:\n`LlamaForCausalLM` has other layers."
     if row["gated"] and row["activation"] in ("relu", "silu") and not threshold:
         stock = "Without\ntwell, `LlamaForCausalLM` loads these weights and computes densely."
-    return CARD.format(
+    return CARD.read_text(encoding="utf-8").format(
         row=row,
         start=start,
         license="" if teacher else "license: apache-2.0\n",

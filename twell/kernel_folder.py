@@ -31,37 +31,7 @@ from .sparse.stateless import SparseMLP
 options.OPTIONS.update(json.loads(Path(__file__).with_name("options.json").read_text()))
 __all__ = ["SparseMLP"]
 '''
-README = """---
-library_name: kernels
-license: apache-2.0
----
-# Sparse feed-forward layer
-
-`SparseMLP` computes the feed-forward layers of Llama-like models with ReLU by Triton kernels that \
-skip inactive
-neurons; arXiv 2603.23198 describes such models. It is for inference in bf16 or fp16, and worth it \
-where at least 95%
-of the neurons are inactive, as after training with an L1 term. Written by twell {version}.
-
-```python
-from pathlib import Path
-
-import torch
-from kernels import LocalLayerRepository, Mode, kernelize, replace_kernel_forward_from_hub
-from kernels import use_kernel_mapping
-from transformers.models.llama.modeling_llama import LlamaMLP
-
-relu = lambda mlp: isinstance(mlp.act_fn, torch.nn.ReLU)
-replace_kernel_forward_from_hub(LlamaMLP, "SparseMLP", relu)
-layer = LocalLayerRepository(Path("{folder}"), layer_name="SparseMLP")
-with use_kernel_mapping({{"SparseMLP": {{"cuda": layer}}}}):
-    model = kernelize(model, mode=Mode.INFERENCE | Mode.TORCH_COMPILE, device="cuda")
-```
-
-Run the model once before `torch.compile`: the first call stores the down projections as the \
-kernels read them.
-`options.json` has the launch options by kernel and architecture.
-"""
+README = Path(__file__).with_name("templates") / "layer.md"
 
 
 def write_layer(folder: Path) -> Path:
@@ -90,7 +60,7 @@ def write_layer(folder: Path) -> Path:
         for path, text in files.items():
             target = part / "build" / f"torch-{backend}" / path
             write_atomically(target, text.replace('"twell::', f'"{name}::'))
-    page = README.format(version=twell.__version__, folder=folder)
+    page = README.read_text(encoding="utf-8").format(version=twell.__version__, folder=folder)
     write_atomically(part / "README.md", page)
     return part.rename(folder)
 
