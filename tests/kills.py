@@ -95,7 +95,7 @@ def kill_rounds(config: TrainConfig, folder: Path, kills: int, seed: int | None 
             duration *= 0.95
             continue
         checkpoints = Checkpoints(run)
-        step = checkpoints.read(print)["step"] if checkpoints.exist() else None
+        step = checkpoints.read(print)["step"] if checkpoints.paths() else None
         finish(config, run)
         if names := differences(run, expected):
             killed = f"killed after {delay:.2f} s (checkpoint of step {step}), resumed"

@@ -166,17 +166,6 @@ def test_every_changed_bit_is_found(stopped):
     assert checkpoint.read(path)["step"] == 8
 
 
-def test_a_checkpoint_of_an_older_version_is_refused(stopped):
-    run, config = stopped
-    (checkpoints := Checkpoints(run)).remove()
-    (run / "checkpoint-00000008").mkdir()
-    (run / "checkpoint-00000008" / "state.pt").touch()
-    with pytest.raises(ValueError, match="has checkpoints of an older version: .*--overwrite"):
-        resume(config, run)
-    checkpoints.remove()  # as --overwrite does
-    assert not checkpoints.exist()
-
-
 def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected):
     run, config = stopped
     file, previous = Checkpoints(run).paths()

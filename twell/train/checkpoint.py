@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from twell import results
 
 DIGITS = 16  # of HASH
 NAMES = f"checkpoint-{'[0-9]' * 8}-{'[0-9a-f]' * DIGITS}.pt"
-OLDER = f"checkpoint-{'[0-9]' * 8}/state.pt"  # in folders of older versions
 UNFINISHED = f".checkpoint{results.UNFINISHED}"
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the main process
 
@@ -36,10 +34,6 @@ class Checkpoints:
     def paths(self) -> list[Path]:
         """Return the files of checkpoints, newest first."""
         return sorted(self.folder.glob(NAMES), reverse=True)
-
-    def exist(self) -> bool:
-        """Return whether there are any, also of older versions, which `read` refuses."""
-        return bool(self.paths()) or any(self.folder.glob(OLDER))
 
     def write(self, state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Write the newest checkpoint, all processes together. At every moment one is whole."""
@@ -82,9 +76,8 @@ class Checkpoints:
                 say(f"{problems[0]}: going on from {path}, step {state['step']}")
             self.good = path
             return state
-        problems = "; ".join(problems) or f"{self.folder} has checkpoints of an older version"
         remedy = "put back a copy, or start again with --overwrite"
-        raise ValueError(f"{problems}: the run cannot be resumed; {remedy}")
+        raise ValueError(f"{'; '.join(problems)}: the run cannot be resumed; {remedy}")
 
     @staticmethod
     def load(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -98,8 +91,6 @@ class Checkpoints:
         """Delete the checkpoints, `but` one."""
         for path in {*self.paths(), self.folder / UNFINISHED} - {but}:
             path.unlink(missing_ok=True)
-        for file in self.folder.glob(OLDER):
-            shutil.rmtree(file.parent)
 
 
 def read(path: Path) -> dict:

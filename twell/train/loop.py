@@ -74,13 +74,11 @@ def prepare_layers(
             model.compile_teacher()
         for layer in model.model.layers:
             layer.compile(fullgraph=True)
-    if config.checkpoint_activations and config.compile:
-        # Around the compiled layers: within one, the layer could not keep its L1 term.
+    if config.checkpoint_activations:
+        # Around compiled layers: within one, the layer could not keep its L1 term.
         for layer in model.model.layers:
-            compiled = layer._compiled_call_impl
-            layer._compiled_call_impl = functools.partial(checkpoint, compiled, use_reentrant=False)
-    elif config.checkpoint_activations:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+            call = layer._compiled_call_impl or layer._call_impl
+            layer._compiled_call_impl = functools.partial(checkpoint, call, use_reentrant=False)
     if config.hidden_weight:
         model.watch_layers()
 
@@ -106,20 +104,6 @@ def adamw(
         weight_decay=config.weight_decay,
         fused=device.type == "cuda" or None,  # one pass over weights and moments
     )
-
-
-def append_to_log(
-    path: Path, step: int, tokens: int, split: str, values: dict[str, float | list[float]]
-) -> None:
-    """Append tidy rows at once: one for each number, and one for each layer of a list."""
-    rows = []
-    for metric, value in values.items():
-        numbered = enumerate(value) if isinstance(value, list) else [("", value)]
-        rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
-    # Mode "a" would create a deleted log again, without its header.
-    with results.naming(path), open(path, "r+", encoding="utf-8") as file:
-        file.seek(0, os.SEEK_END)
-        csv.writer(file, lineterminator="\n").writerows(rows)
 
 
 def activity_columns(layers: list[dict]) -> dict[str, list[float]]:
@@ -149,8 +133,7 @@ def noted_signals(loud: bool) -> Iterator[list[int]]:
         yield noted
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: not set from Python, so it cannot be restored
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
 
 class Run:
@@ -197,7 +180,7 @@ class Run:
         """Train from the beginning or from the last checkpoint; return the run's folder."""
         config, size = self.config, None
         self.bar, self.done = bar, 0
-        if self.resume and self.checkpoints.exist():
+        if self.resume and self.checkpoints.paths():
             check_inputs(self.folder, self.inputs)
             self.done, size = self.load_checkpoint()
         elif self.resume:
@@ -400,8 +383,16 @@ class Run:
         self.write(step, split, values, f"validation {values['cross_entropy']:.3f}{kl}")
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
+        """Append tidy rows, one for each number and one for each layer of a list; say the line."""
+        rows, tokens = [], step * self.config.batch_tokens
+        for metric, value in values.items():
+            numbered = enumerate(value) if isinstance(value, list) else [("", value)]
+            rows += [(step, tokens, split, layer, metric, f"{x:.6g}") for layer, x in numbered]
         if self.main:
-            append_to_log(self.log, step, step * self.config.batch_tokens, split, values)
+            # Mode "a" would create a deleted log again, without its header.
+            with results.naming(self.log), open(self.log, "r+", encoding="utf-8") as file:
+                file.seek(0, os.SEEK_END)
+                csv.writer(file, lineterminator="\n").writerows(rows)
         end = f"{self.config.steps}{'  decaying' if split.endswith('-decay') else ''}"
         if self.bar.disable or split.startswith("valid") or step == self.config.steps:
             self.say(f"{self.folder.name}  step {step}/{end}  {line}")

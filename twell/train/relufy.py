@@ -118,9 +118,6 @@ class Student(nn.Module):
             outputs.append(output)
         return output
 
-    def gradient_checkpointing_enable(self, *arguments) -> None:
-        self.student.gradient_checkpointing_enable(*arguments)
-
     def forward(
         self,
         input_ids: Tensor,

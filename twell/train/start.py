@@ -68,7 +68,7 @@ def train(
         path = folder / "config.yaml"
         complete = resume and results.load_provenance(folder).get("complete")
         # A process that was killed at its start may have left no config.yaml.
-        if resume and (complete or path.is_file() or Checkpoints(folder).exist()):
+        if resume and (complete or path.is_file() or Checkpoints(folder).paths()):
             if changes := config.changes(TrainConfig.load(path)):
                 raise ValueError(f"{folder} holds a run of another configuration: {changes}")
         if complete:
