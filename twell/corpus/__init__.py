@@ -11,7 +11,8 @@ __getattr__, __dir__, __all__ = hand_on(
     __name__,
     {
         ".sources": "HOLD_OUT_EVERY checked_text continuations documents last_words split",
-        ".tokens": "Corpus END_OF_TEXT beginning encode load_tokenizer prepare train_tokenizer",
+        ".tokens": "Corpus END_OF_TEXT beginning encode load_tokenizer prepare read_tokenizer "
+        "train_tokenizer",
         ".blocks": "Blocks Stream",
     },
 )

@@ -8,19 +8,16 @@ models of other families.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,7 +25,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -38,6 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 from transformers.utils import logging
 
+from twell.corpus import read_tokenizer
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import note_quantization
@@ -103,7 +100,6 @@ def load(
     for a folder with an adapter of peft.
     """
     folder = resolve(name_or_path)
-    _refuse_adapter(folder)
     if _is_llama(folder):
         model = _load_llama(folder, backend, dtype)
     else:
@@ -112,7 +108,8 @@ def load(
     ffns = sparse_ffns(model)
     if ffns[0].backend == "auto" and (folder / CALIBRATION).is_file():
         _calibrate(folder / CALIBRATION, ffns)
-    return model.eval(), _tokenizer_of(folder)
+    has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
+    return model.eval(), read_tokenizer(folder) if has_tokenizer else None
 
 
 def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
@@ -126,21 +123,27 @@ def load_empty(name_or_path: str | Path) -> tuple[Path, PreTrainedModel]:
 
 
 def resolve(name: str | Path) -> Path:
-    """Return the folder with config.json, downloaded if `name` is no folder here."""
+    """Return the folder with config.json, downloaded if `name` is no folder here.
+
+    Raises FileNotFoundError where there is none, and ValueError for an adapter of peft.
+    """
     folder = Path(name)
     if (folder / "model" / "config.json").is_file():
-        return folder / "model"
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
-        return folder
-    try:
-        return Path(snapshot_download(str(name), allow_patterns=PATTERNS))
-    except HFValidationError:
-        reason = f"no model at {name}: it is no folder, and no name on the Hugging Face hub"
-    except Exception as error:  # offline, no such repository, no access: the hub has a dozen kinds
-        reason = f"no model {name}: it is no folder here, and the hub answered: {error}"
-    raise FileNotFoundError(reason)
+        folder = folder / "model"
+    elif not folder.is_dir():
+        try:
+            folder = Path(snapshot_download(str(name), allow_patterns=PATTERNS))
+        except Exception as error:  # offline, no such repository, no access: a dozen kinds
+            reason = f"no model {name}: it is no folder here, and the hub answered: {error}"
+            raise FileNotFoundError(reason) from None
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
+    if (folder / ADAPTER).is_file():
+        raise ValueError(
+            f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
+            "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
+        )
+    return folder
 
 
 def read_json(path: Path) -> dict:
@@ -159,14 +162,6 @@ def _is_llama(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in LLAMAS
 
 
-def _refuse_adapter(folder: Path) -> None:
-    if (folder / ADAPTER).is_file():
-        raise ValueError(
-            f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
-            "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
-        )
-
-
 def _calibrate(path: Path, ffns: list) -> None:
     """Give the layers a measured calibration; warn of another device, and of another type."""
     measured = Calibration.load(path)
@@ -183,33 +178,29 @@ def _calibrate(path: Path, ffns: list) -> None:
         ffn.calibration = measured
 
 
-def _tokenizer_of(folder: Path) -> PreTrainedTokenizerBase | None:
-    files = [folder / name for name in TOKENIZER if (folder / name).is_file()]
-    if not files:
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except ImportError:
-        raise
-    except Exception as error:  # damaged files raise a dozen kinds
-        names = " and ".join(map(str, files))
-        raise ValueError(f"{names} make no tokenizer: {_reason(error)}; {PUT_BACK}") from None
-
-
 def _reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' bar: the tensors are read before, and notebooks keep the bar at 0%."""
+def _from_pretrained(
+    auto: type, source: str | Path | None, folder: Path, **options
+) -> PreTrainedModel:
+    """Return a model as transformers loads it; ValueError for damaged, absent or other weights."""
     enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # notebooks would keep the bar at 0%
+    options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        yield
+        model, report = auto.from_pretrained(source, **options)
+    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
+        raise ValueError(f"{folder} cannot be loaded: {_reason(error)[:300]}") from None
     finally:
         if enabled:
             logging.enable_progress_bar()
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if report[problem]:
+            keys = f"{problem.replace('_', ' ')}, such as {sorted(report[problem])[0]}"
+            raise ValueError(f"{folder}: the weights have {keys}; put back a whole copy")
+    return model
 
 
 # --- models of other families
@@ -218,24 +209,9 @@ def _no_progress_bar() -> Iterator[None]:
 def load_stock(name: str | Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """Return a model of any family as transformers loads it; ValueError for damaged files."""
     folder = resolve(name)
-    _refuse_adapter(folder)
     config, auto = stock_config(folder)
     source = folder if Path(name).is_dir() else name  # transformers downloads other files too
-    try:
-        with _no_progress_bar():
-            options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = auto.from_pretrained(source, config=config, dtype=dtype, **options)
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError, SafetensorError) as error:
-        raise ValueError(f"{folder} cannot be loaded: {_reason(error)[:300]}") from None
-    _check_report(folder, report)
-    return model
-
-
-def _check_report(folder: Path, report: dict) -> None:
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[problem]:
-            keys = f"{problem.replace('_', ' ')}, such as {sorted(report[problem])[0]}"
-            raise ValueError(f"{folder}: the weights have {keys}; put back a whole copy")
+    return _from_pretrained(auto, source, folder, config=config, dtype=dtype)
 
 
 def stock_config(folder: Path) -> tuple[PreTrainedConfig, type]:
@@ -268,12 +244,8 @@ def _load_llama(
             raise ValueError(f"dtype is {dtype}, and {folder} has FP8 weights; expected bfloat16")
         dtype = torch.bfloat16
     dtype = dtype or _dtype_of(tensors, config, folder)
-    with _no_progress_bar():
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        model, report = SparseLlamaForCausalLM.from_pretrained(
-            None, config=config, state_dict=tensors, dtype=dtype, **options
-        )
-    _check_report(folder, report)
+    options = {"config": config, "state_dict": tensors, "dtype": dtype}
+    model = _from_pretrained(SparseLlamaForCausalLM, None, folder, **options)
     if (folder / GENERATION).is_file():
         model.generation_config = GenerationConfig.from_dict(read_json(folder / GENERATION))
     return model
@@ -286,12 +258,6 @@ def read_config(folder: Path) -> SparseLlamaConfig:
     if missing := [name for name in SIZES if name not in fields]:
         raise ValueError(f"{path} has no {', '.join(missing)}; {PUT_BACK}")
     kind = fields.pop("model_type", None)
-    # The type has a newer and an older name.
-    names = [fields.pop("dtype", None), fields.pop("torch_dtype", None)]
-    names = [str(name).removeprefix("torch.") for name in names if name not in (None, "auto")]
-    if names and getattr(torch, names[0], None) not in DTYPES:
-        raise ValueError(f"{path}: dtype is {names[0]!r}; expected one of {DTYPE_NAMES}")
-    fields["dtype"] = names[0] if names else None
     quantization = fields.pop("quantization_config", None)
     if quantization not in (None, QUANTIZATION, FP8_DOWN):
         has = f"{path} has the quantization_config {quantization}"
@@ -303,6 +269,9 @@ def read_config(folder: Path) -> SparseLlamaConfig:
         _empty_llama(config)
     except Exception as error:  # transformers raises a dozen kinds
         raise ValueError(f"{path} describes no model: {_reason(error)}") from None
+    if config.dtype not in (None, *DTYPES):
+        name = str(config.dtype).removeprefix("torch.")
+        raise ValueError(f"{path}: dtype is {name!r}; expected one of {DTYPE_NAMES}")
     note_quantization(config, quantization)
     return config
 
