@@ -317,8 +317,6 @@ def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
     in_fp8 = ("gate_proj.weight", "up_proj.weight") if quantized else ()
     tensors: dict[str, Tensor] = {}
     for file in _files(folder, getattr(config, "transformers_weights", None)):
-        if not file.is_file():
-            raise FileNotFoundError(f"{file.parent} has no {file.name}, which holds weights")
         try:
             stored = load_file(file)
         except SafetensorError as error:
