@@ -136,13 +136,13 @@ def resolve(name: str | Path) -> Path:
         except Exception as error:  # offline, no such repository, no access: a dozen kinds
             reason = f"no model {name}: it is no folder here, and the hub answered: {error}"
             raise FileNotFoundError(reason) from None
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
     if (folder / ADAPTER).is_file():
         raise ValueError(
             f"{folder} has {ADAPTER}, an adapter of peft, which would be left out; load the folder "
             "with transformers' AutoModelForCausalLM.from_pretrained, which applies it"
         )
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no model: it has no config.json")
     return folder
 
 
