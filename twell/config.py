@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from twell.models import SparseLlamaConfig
 
 CONFIGS = Path(__file__).parent / "configs"
+# Fields that are a model's sizes, and their names in its own configuration
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
 
 
 @dataclass
@@ -236,11 +244,7 @@ class TrainConfig:
         from twell.models import SparseLlamaConfig
 
         return SparseLlamaConfig(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
+            **{name: getattr(self, field) for field, name in SIZES.items()},
             max_position_embeddings=self.context,
             rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
             hidden_act=self.activation,

@@ -34,6 +34,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME as INDEX
 from transformers.utils import SAFE_WEIGHTS_NAME as WHOLE
 from transformers.utils import logging
 
+from twell.config import SIZES
 from twell.corpus import read_tokenizer
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -54,9 +55,6 @@ PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 HYBRID = "sparsity_use_hybrid_kernel"
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 LLAMAS = (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu")  # model_type
-SIZES = tuple(
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
-)
 # The paper's trackers, and rotary tables
 NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$")
 # Names of the paper's own layout, of which some are stored transposed
@@ -255,7 +253,7 @@ def read_config(folder: Path) -> SparseLlamaConfig:
     """Return the configuration of a Llama with ReLU. Raises ValueError for any other."""
     path = folder / "config.json"
     fields = read_json(path)
-    if missing := [name for name in SIZES if name not in fields]:
+    if missing := [name for name in SIZES.values() if name not in fields]:
         raise ValueError(f"{path} has no {', '.join(missing)}; {PUT_BACK}")
     kind = fields.pop("model_type", None)
     quantization = fields.pop("quantization_config", None)

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from twell.config import TrainConfig
+from twell.config import SIZES, TrainConfig
 from twell.models.convert import sparse_ffns, sparsify
 from twell.models.l1 import L1Terms
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -32,14 +32,6 @@ from twell.sparse.layer import SparseFFN
 from twell.train.dead import balance
 
 CHUNK = 2048  # tokens whose logits exist at a time
-# Fields of a configuration that the teacher decides, and their names in the teacher's.
-OF_TEACHER = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-}
 RELUFIABLE = "llama", "mistral", "qwen2", "qwen3"
 LLAMAS = "llama", SparseLlamaConfig.model_type
 
@@ -232,7 +224,7 @@ def relufy_config(name: str | Path, overrides: Sequence[str] = ()) -> TrainConfi
     given = [override.partition("=")[0] for override in overrides]
     if "source" not in given:
         raise ValueError("give source=, the text from which the student learns, such as a file")
-    fields = {field: getattr(config, own) for field, own in OF_TEACHER.items()}
+    fields = {field: getattr(config, own) for field, own in SIZES.items()}
     fields |= {"teacher": teacher, "tokenizer": teacher}
     fields["gated"] = getattr(config, "gated_mlp", True)
     if theta := (config.rope_parameters or {}).get("rope_theta"):
