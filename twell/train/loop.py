@@ -133,7 +133,8 @@ def noted_signals(loud: bool) -> Iterator[list[int]]:
         yield noted
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: not set from Python, so it cannot be restored
+                signal.signal(number, handler)
 
 
 class Run:
