@@ -25,7 +25,7 @@ from twell.measure import providers
 PLAN = yaml.safe_load(Path(__file__).with_name("price.yaml").read_text(encoding="utf-8"))
 PAIR = ["size", "text", "l1_coefficient", "tokens"]
 MODEL = ["model", "intermediate_size"]
-TIMED_AS = {"0.5b": "445m"}  # the package's configuration, with the plan's vocabulary
+TIMED_AS = {"model": {"0.5b": "445m"}}  # the package's configuration, with the plan's vocabulary
 DENSE = providers.DENSE_COMPILED.name
 SPARSE = providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name
 
@@ -151,27 +151,25 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
     some = rows[rows["text"] == text].rename(columns={"neurons": "intermediate_size"})
     end = some.loc[some.groupby("run")["tokens"].idxmax()]
     index = [*MODEL, "sparse", "l1_coefficient"]
-    end = end.assign(model=end["size"].str.split(".").str[0], sparse=end["l1_coefficient"] > 0)
+    end = end.assign(sparse=end["l1_coefficient"] > 0, parameters=end["size"].map(parameters))
+    end["model"] = end["size"].str.split(".").str[0]
     active = end.groupby(index, as_index=False)["active"].mean()
     timed = pd.concat(times, names=["use"]).reset_index("use")
     timed = timed[timed["provider"].isin([DENSE, *SPARSE])]
-    timed = timed.assign(
-        model=timed["model"].replace(TIMED_AS),
-        sparse=timed["provider"] != DENSE,
-        nanoseconds=1e6 * timed["p50"] / timed["tokens"],
-    )
+    timed = timed.assign(nanoseconds=1e6 * timed["p50"] / timed["tokens"]).replace(TIMED_AS)
+    timed["sparse"] = timed["provider"] != DENSE
     timed = active.merge(timed, on=[*MODEL, "sparse"], suffixes=("", "_timed"))
     enough = timed["active_timed"] >= timed["active"] * (1 - PLAN["alike"] / 100)
     timed = timed[enough | ~timed["sparse"]].sort_values(["active_timed", "nanoseconds"])
     timed = timed.groupby(["use", *index], as_index=False)["nanoseconds"].first()
     end = end.merge(timed, on=index)
 
-    tables, index = [], ["use", *index, "nanoseconds"]
-    for (_, size), some in end.groupby(["use", "model"]):
+    tables, index = [], ["use", *index, "parameters", "nanoseconds"]
+    for _, some in end.groupby(["use", "model"]):
         losses = some.pivot(index=index, columns="seed", values="cross_entropy")
         shared = losses[losses.count(axis=1) > 1].dropna(axis=1).columns
         table = losses.add_prefix("seed ").assign(cross_entropy=losses[shared].mean(axis=1))
-        table = table.reset_index().assign(parameters=parameters(size))
+        table = table.reset_index()
         sparse, dense = table[table["sparse"]], table[~table["sparse"]]
         if {*dense["intermediate_size"]} <= {*sparse["intermediate_size"]} or sparse.empty:
             continue

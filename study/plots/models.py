@@ -358,7 +358,8 @@ def _model_gains(ax: Axes, scale: pd.DataFrame) -> None:
     models = list(dict.fromkeys(scale["model"]))
     x = range(len(models))
     for column, colour, marker in (("change", base.OURS, "o"), ("paper_change", base.PAPER, "s")):
-        whose = "ours" if column == "change" else "paper"
+        card = scale[column.replace("change", "device")].max().removeprefix("NVIDIA ").split()[0]
+        whose = f"ours, {card}" if column == "change" else f"paper, {card}"
         for kind, dashes, filled in (("forward", "-", True), ("training", "--", False)):
             rows = scale[scale["quantity"] == f"{kind} speed"].set_index("model").loc[models]
             look = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}

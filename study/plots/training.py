@@ -263,29 +263,30 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
 
     table: `study.price.worth`. A row of panels is a size.
     """
-    sizes = sorted(table["parameters"].unique())
+    sizes = table.sort_values("parameters")["model"].unique()
     figure, axes = base.subplots(base.PAGE, 2.4 * len(sizes), len(sizes), 2, sharey="row")
     for (size, use), ax in zip(itertools.product(sizes, _USES), axes.flat, strict=True):
-        rows = table[(table["use"] == use) & (table["parameters"] == size)].sort_values("nanoseconds")
+        rows = table[(table["use"] == use) & (table["model"] == size)].sort_values("nanoseconds")
         for sparse, models in rows.groupby("sparse"):
-            time, colour = models["nanoseconds"], base.SPARSE if sparse else base.DENSE
-            style = {"color": colour, "markersize": 5}
-            ax.plot(time, models["cross_entropy"], "o" if sparse else "o-", **style)
-            ax.plot(time, models.filter(like="seed "), "_", color=colour, markersize=10, mew=0.8)
+            models, colour = models.set_index("nanoseconds"), base.SPARSE if sparse else base.DENSE
+            ax.plot(models["cross_entropy"], "o" if sparse else "o-", color=colour, markersize=5)
+            ax.plot(models.filter(like="seed "), "_", color=colour, markersize=10, mew=0.8)
             for row in models.itertuples():
-                level = f"L1 = {analysis.level_name(row.l1_coefficient)}, " if sparse else ""
-                place = row.nanoseconds, row.cross_entropy
-                base.note(ax, f"{level}{row.intermediate_size:,}", place, (8, 8 * sparse - 2), **base.HALO)
+                level = f"L1 = {analysis.level_name(row.l1_coefficient)}" if sparse else "dense"
+                name = f"{row.intermediate_size:,} ({row.parameters / 1e6:.0f} M), {level}"
+                base.note(ax, name, (row.Index, row.cross_entropy), (8, -2), **base.HALO)
         ax.margins(0.15)
-        ax.set(xlabel=_USES[use], xlim=(0, 1.8 * rows["nanoseconds"].max()))  # for the names
+        first, *_, last = rows["nanoseconds"]
+        ax.set(xlabel=_USES[use], xlim=(0.7 * first, 1.9 * last))  # for the names
         ax.xaxis.set_major_locator(MaxNLocator(4))
-        ax.set_title(f"{use}, {size / 1e6:.0f} M", loc="left")
+        one = rows.filter(like="seed ").count(axis=1).max() == 1
+        ax.set_title(f"{use}, one run each" if one else use, loc="left")
     for ax in axes[:, 0]:
         ax.set_ylabel("cross-entropy (nats)")
     base.caption(
         figure,
         base.sentence(about),
-        "Numbers: neurons of a layer. Grey: dense models. Blue: sparse ones.",
+        "Numbers: neurons of a layer, and parameters.",
         "Points are means of the seeds that all have, thin marks single seeds.",
     )
     return figure
