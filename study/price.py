@@ -142,11 +142,11 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
 
     rows: of data/bench/price.csv. times: by use, such as "inference", `analysis.model_speedups` or
     `step_speedups` of one device and number of tokens. nanoseconds: of a token; of a sparse model
-    with the fewest measured active neurons that are no fewer than its own. cross_entropy: on
-    `text`, the mean over seeds that all models of a size with several seeds have. Of sparse models
-    also: beside: the neurons of the dense model whose time is nearest. slower: time over it (%).
-    mean, min, max: cross-entropy over it (%), of `count` pairs of one seed. Sizes without a sparse
-    model and a dense one of another width are left out.
+    with the fewest measured active neurons that are no fewer than its own, within `alike`.
+    cross_entropy: on `text`, the mean over seeds that all models of a size with several seeds have.
+    Of sparse models also: beside: the neurons of the dense model of the nearest time. slower: time
+    over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of one seed. Sizes
+    without a sparse model and a dense one of another width are left out.
     """
     some = rows[rows["text"] == text].rename(columns={"neurons": "intermediate_size"})
     end = some.loc[some.groupby("run")["tokens"].idxmax()]
@@ -171,7 +171,7 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
         table = losses.add_prefix("seed ").assign(cross_entropy=losses[shared].mean(axis=1))
         table = table.reset_index()
         sparse, dense = table[table["sparse"]], table[~table["sparse"]]
-        if {*dense["intermediate_size"]} <= {*sparse["intermediate_size"]} or sparse.empty:
+        if sparse.empty or dense.empty or table["intermediate_size"].nunique() < 2:
             continue
         compared = []
         for one in sparse.index:

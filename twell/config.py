@@ -258,7 +258,10 @@ class TrainConfig:
 
 def cache_folder() -> Path:
     """Return the folder of tokenised text: TWELL_CACHE, else in the user's cache folder."""
-    return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
+    try:
+        return Path(os.environ.get("TWELL_CACHE") or Path.home() / ".cache" / "twell")
+    except RuntimeError as error:  # the user has no home
+        raise OSError(f"no folder for a cache: {error}; TWELL_CACHE names another place") from None
 
 
 def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:

@@ -166,6 +166,14 @@ def test_every_changed_bit_is_found(stopped):
     assert checkpoint.read(path)["step"] == 8
 
 
+def test_a_checkpoint_of_an_older_version_is_refused(stopped):
+    Checkpoints(stopped[0]).remove()
+    (old := stopped[0] / "checkpoint-00000008").mkdir()
+    (old / "state.pt").touch()
+    with pytest.raises(ValueError, match=f"{old} is of an older version: delete it"):
+        resume(stopped[1], stopped[0])
+
+
 def test_the_last_whole_checkpoint_is_used(stopped, capsys, expected):
     run, config = stopped
     file, previous = Checkpoints(run).paths()

@@ -7,6 +7,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,14 +46,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def read_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """Read a tokenizer by path or hub name. Raises ValueError where there is no whole one."""
+    """Read a tokenizer by path or hub name. Raises ValueError where none can be read."""
     try:
         return AutoTokenizer.from_pretrained(name)
     except ImportError:
         raise
     except Exception as error:  # transformers has a dozen kinds: no such name, damaged files, ...
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"{name} has no whole tokenizer.json: {reason}") from None
+        files = "tokenizer.json and tokenizer_config.json"
+        raise ValueError(f"no tokenizer can be read from {files} of {name}: {reason}") from None
 
 
 def load_tokenizer(name: str, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -86,21 +88,34 @@ def encode_all(
     """Return the token ids of each text, after the tokenizer's begin-of-text token, if any.
 
     parse_special: whether a special token that a text spells, such as <|endoftext|>, becomes that
-    token; otherwise a BPE reads it as text. A text without tokens, such as the empty one, gives
-    no ids.
+    token; otherwise it is text. A text without tokens, such as the empty one, gives no ids.
     """
-    # verbose=False: tokenizers warn of long texts.
-    options = {"add_special_tokens": False, "split_special_tokens": not parse_special}
-    rows = tokenizer(list(texts), verbose=False, **options).input_ids
-    begin = beginning(tokenizer)
-    return [[*begin, *ids] if ids else [] for ids in rows]
+
+    def ids_of(texts: Sequence[str]) -> list[list[int]]:
+        # verbose=False: tokenizers warn of long texts.
+        options = {"add_special_tokens": False, "verbose": False}
+        return tokenizer(list(texts), split_special_tokens=not parse_special, **options).input_ids
+
+    # Unigram models and models of whole words still find special tokens in text, since their own
+    # vocabulary has them. Text that is cut inside such a token does not spell it.
+    special = set() if parse_special else {*tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+    names = [name for name in tokenizer.all_special_tokens if len(name) > 1]
+    cuts = [f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in names]
+    begin, rows = beginning(tokenizer), []
+    for text, ids in zip(texts, ids_of(texts), strict=True):
+        if not special.isdisjoint(ids):
+            ids = list(itertools.chain(*ids_of(re.split("|".join(cuts) or "(?!)", text))))
+        rows.append([*begin, *ids] if ids else [])
+    return rows
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the token that the tokenizer puts before every text, as Llama 2 does, or nothing."""
-    # split_special_tokens as in encode_all: threads may share a tokenizer
-    first = tokenizer("a", split_special_tokens=True).input_ids[:1]
-    return first if first == [tokenizer.bos_token_id] else []
+    options = {"split_special_tokens": True}  # as encode_all: threads may share a tokenizer
+    bare, ids = (
+        tokenizer("a", add_special_tokens=around, **options).input_ids for around in (False, True)
+    )
+    return ids[:1] if ids[:1] == [tokenizer.bos_token_id] and ids[1:][: len(bare)] == bare else []
 
 
 @dataclass(frozen=True)

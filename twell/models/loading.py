@@ -18,6 +18,7 @@ from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -131,6 +132,9 @@ def resolve(name: str | Path) -> Path:
     elif not folder.is_dir():
         try:
             folder = Path(snapshot_download(str(name), allow_patterns=PATTERNS))
+        except HFValidationError:
+            reason = f"no model at {name}: it is no folder, and no name on the Hugging Face hub"
+            raise FileNotFoundError(reason) from None
         except Exception as error:  # offline, no such repository, no access: a dozen kinds
             reason = f"no model {name}: it is no folder here, and the hub answered: {error}"
             raise FileNotFoundError(reason) from None
@@ -256,6 +260,12 @@ def read_config(folder: Path) -> SparseLlamaConfig:
     if missing := [name for name in SIZES.values() if name not in fields]:
         raise ValueError(f"{path} has no {', '.join(missing)}; {PUT_BACK}")
     kind = fields.pop("model_type", None)
+    # The type has a newer and an older name.
+    names = [fields.pop("dtype", None), fields.pop("torch_dtype", None)]
+    names = [str(name).removeprefix("torch.") for name in names if name not in (None, "auto")]
+    if names and getattr(torch, names[0], None) not in DTYPES:
+        raise ValueError(f"{path}: dtype is {names[0]!r}; expected one of {DTYPE_NAMES}")
+    fields["dtype"] = names[0] if names else None
     quantization = fields.pop("quantization_config", None)
     if quantization not in (None, QUANTIZATION, FP8_DOWN):
         has = f"{path} has the quantization_config {quantization}"
@@ -267,9 +277,6 @@ def read_config(folder: Path) -> SparseLlamaConfig:
         _empty_llama(config)
     except Exception as error:  # transformers raises a dozen kinds
         raise ValueError(f"{path} describes no model: {_reason(error)}") from None
-    if config.dtype not in (None, *DTYPES):
-        name = str(config.dtype).removeprefix("torch.")
-        raise ValueError(f"{path}: dtype is {name!r}; expected one of {DTYPE_NAMES}")
     note_quantization(config, quantization)
     return config
 
@@ -315,6 +322,8 @@ def read_weights(folder: Path, config: SparseLlamaConfig) -> dict[str, Tensor]:
     in_fp8 = ("gate_proj.weight", "up_proj.weight") if quantized else ()
     tensors: dict[str, Tensor] = {}
     for file in _files(folder, getattr(config, "transformers_weights", None)):
+        if not file.is_file():
+            raise FileNotFoundError(f"{file.parent} has no {file.name}, which holds weights")
         try:
             stored = load_file(file)
         except SafetensorError as error:

@@ -79,6 +79,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
     """
     special, added = set(tokenizer.all_special_ids), tokenizer.added_tokens_decoder
     decode = tokenizer.convert_tokens_to_string
+    decodes = not tokenizer.is_fast or tokenizer.backend_tokenizer.decoder is not None
     # Decoders treat the first and the last token of a text specially, so each token gets
     # neighbours. Where the decoder puts spaces between words, it gets none after it.
     after = "a" if decode(["a", "a"]) == "aa" else ""
@@ -88,7 +89,7 @@ def token_strings(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) 
         name = tokenizer.convert_ids_to_tokens(token)
         if name is None:
             return f"<{token}>"
-        if token in special:
+        if token in special or not decodes:
             return name
         text = decode(["a", name, *after]).removeprefix("a").removesuffix(after)
         if "\ufffd" in text:

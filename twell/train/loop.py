@@ -184,6 +184,8 @@ class Run:
         if self.resume and self.checkpoints.paths():
             check_inputs(self.folder, self.inputs)
             self.done, size = self.load_checkpoint()
+        elif self.resume and (older := [*self.folder.glob("checkpoint-*/state.pt")]):
+            raise ValueError(f"{older[0].parent} is of an older version: delete it, and start again")
         elif self.resume:
             self.say(f"{self.folder} has no checkpoint yet: it starts from the beginning")
         if self.main:
