@@ -358,7 +358,7 @@ def _model_gains(ax: Axes, scale: pd.DataFrame) -> None:
     models = list(dict.fromkeys(scale["model"]))
     x = range(len(models))
     for column, colour, marker in (("change", base.OURS, "o"), ("paper_change", base.PAPER, "s")):
-        card = scale[column.replace("change", "device")].max().removeprefix("NVIDIA ").split()[0]
+        card = scale[column.replace("change", "device")].max().removeprefix("NVIDIA ").partition(" ")[0]
         whose = f"ours, {card}" if column == "change" else f"paper, {card}"
         for kind, dashes, filled in (("forward", "-", True), ("training", "--", False)):
             rows = scale[scale["quantity"] == f"{kind} speed"].set_index("model").loc[models]
