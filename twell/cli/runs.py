@@ -54,7 +54,7 @@ def runs(
 def _weights(run: Path) -> str | None:
     if (run / "model" / "config.json").is_file():
         return "model"
-    return "checkpoint" if any(run.glob("checkpoint*.pt")) else None
+    return "checkpoint" if any(run.glob("checkpoint*")) else None
 
 
 def info() -> None:
