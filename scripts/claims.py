@@ -11,7 +11,7 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Even*: all neurons equally "
-    "likely. *Skewed*: tokens share more neurons than in trained models, so blocks use up to 20% fewer, "
+    "likely. *Skewed*: tokens share more neurons, so blocks use up to 20% fewer than in trained models, "
     "in our favour.\n"
     "The authors' release was [measured outside this repository]"
     "(data/README.md#releasecsv) "
