@@ -60,7 +60,7 @@ def planned_ffn(x, *tensors, most, paths, code, **layer):
     weights, x_scale = weights_of(*tensors, **layer)
     path = paths[place(len(x), most)]
     # Not by `ops.sparse_ffn`, whose CUDA graphs would take memory that vLLM does not know of.
-    return ops.PATHS[path](ops.prepare(x), ops.aligned(weights), x_scale)
+    return ops.PATHS[path](ops.prepare(x), ops.align_weights(weights), x_scale)
 
 
 @torch.library.register_fake(PLANNED)
@@ -147,7 +147,7 @@ class SparseMLP(nn.Module):
         if backend == "auto":
             chooser = Chooser(config.hidden_size, size, self.gated)
             chooser.quantized = self.quantized
-            chooser.place(down.weight.device)
+            chooser.set_device(down.weight.device)
             if (file := folder / CALIBRATION).is_file():
                 times = Calibration.load(file)
                 if (times.dtype == FLOAT8) == self.quantized:

@@ -8,8 +8,8 @@ This module is the leaf that the kernels share with the library.
     drelu   relu(a)              g relu(u)      -               TurboSparse
     silu    silu(a)              g u            g               Llama; nothing is zero, dense only
 
-a = x w^T + b of the projection that decides which neurons are active (`Layer.first`). A neuron is
-active for a token where g != 0. With a threshold t, g is a where a > t and else 0 (FATReLU,
+a = x w^T + b of the projection that decides which neurons are active (`SparseFFN.first`). A neuron
+is active for a token where g != 0. With a threshold t, g is a where a > t and else 0 (FATReLU,
 ProSparse); silu takes none.
 
 Rounding. a is rounded to the storage type. It is compared with t in fp32; t is not rounded. So

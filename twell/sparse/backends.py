@@ -1,7 +1,8 @@
 """How a `SparseFFN` computes a pass: by its modules, by the reference, or by the kernels.
 
-layer.py decides whether the modules compute; `sparse` serves all other calls. `ffn` is a SparseFFN,
-x is [..., K], rows are its tokens [M, K], and `wants` says what the pass computes beside y.
+layer.py asks for the modules or for `sparse`, which falls back to the modules where kernels cannot.
+`ffn` is a SparseFFN, x is [..., K], rows are its tokens [M, K], and `wants` says what the pass
+computes beside y.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from twell.sparse.projections import tensors_of, why_called, why_dense
 
 
 def choose_eager(ffn: nn.Module, x: Tensor) -> str | None:
-    """Return the path of an eager call if nobody looks at or changes what it computes."""
+    """Return the path of an eager call that needs plain y alone; None: `forward` does the rest."""
     own, width = ffn.__dict__, x.shape[-1]  # an attribute of a module may take a microsecond
     if own["training"] or own["silenced"] or own["edit"] is not None:
         return None
@@ -34,7 +35,7 @@ def choose_eager(ffn: nn.Module, x: Tensor) -> str | None:
     if backend != "auto" or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return None
     path = own["chooser"].quick_path(x.numel() // width)
-    if path == MODULES:
+    if path == MODULES:  # `replayed` or `Chooser.choose` counts calls by other paths
         own["chooser"].count(x.numel() // width)
     return path
 
@@ -58,9 +59,8 @@ def dense(ffn: nn.Module, x: Tensor, wants: Wants) -> Result:
         h = ffn.edit.of_h(h)
     if (drop := ffn.parts.get("h_dropout")) is not None:
         h = drop(h)
-    called = ffn.dense_down is None or why_called(ffn.down_proj) is not None
-    down = None if called else ffn.down_in_fp8()
-    if down is None:
+    in_fp8 = ffn.dense_down is not None and why_called(ffn.down_proj) is None
+    if not in_fp8 or (down := ffn.down_in_fp8()) is None:
         return Result(ffn.down_proj(h), l1, activity, hidden)
     y = add_bias(down(h), ffn.down_proj.bias)
     return Result(y.to(h.dtype), l1, activity, hidden)
@@ -73,7 +73,7 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
     if not ffn._has_kernels:
         return dense(ffn, rows, wants)
     if not _wants_only_y(ffn, rows, wants):
-        return _train(ffn, rows, wants)
+        return _train_or_dense(ffn, rows, wants)
     from twell.sparse import ops
 
     if ffn.backend == "triton":
@@ -83,17 +83,18 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
         choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)))
     else:
         return dense(ffn, rows, wants)
-    by_modules = choice.path == MODULES
-    if not by_modules or choice.warm_up is not None:
+
+    def by_kernels(path: str, activity: Tensor | None = None) -> Tensor:
         x, weights, x_scale = operands(ffn, rows)
         with _without_autocast(rows):
-            if choice.warm_up is not None:
-                ops.sparse_ffn(x, weights, choice.warm_up, x_scale=x_scale)
-            if not by_modules:
-                given = {"x_scale": x_scale, "activity": choice.activity}
-                result = Result(ops.sparse_ffn(x, weights, choice.path, **given))
-    if by_modules:
+            return ops.sparse_ffn(x, weights, path, x_scale=x_scale, activity=activity)
+
+    if choice.warm_up is not None:
+        by_kernels(choice.warm_up)
+    if choice.path == MODULES:
         result = dense(ffn, rows, wants)
+    else:
+        result = Result(by_kernels(choice.path, choice.activity))
     if choice.due:
         ffn.chooser.end()
     return result
@@ -129,8 +130,8 @@ def _wants_only_y(ffn: nn.Module, rows: Tensor, wants: Wants) -> bool:
     return not any(tensor.requires_grad for tensor in (rows, *ffn.parameters()))
 
 
-def _train(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
-    """Compute with gradients, L1 term or activity: sparsely where `train_path` allows it."""
+def _train_or_dense(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
+    """Compute gradients, L1 term or activity: sparsely by `train_path`, else by the modules."""
     sparsely = ffn.train_path is not None and not ffn.quantized
     if not (sparsely and torch.is_grad_enabled() and rows.numel()):
         return dense(ffn, rows, wants)

@@ -37,7 +37,7 @@ SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
 # launches. In compiled code dense launches are cheaper than in the single calls that were measured.
 HOST_SHARES = {EAGER: (0.4, 0.4), COMPILED: (0.85, 1.0), GRAPH: (1.0, 1.0)}
 DECODE_CHUNK = 512  # decode splits more tokens into chunks, each with its own launches
-# Tokens of a block whose active neurons are counted as one union, as in the kernels.
+# Unions are counted over blocks of so many tokens; kernels also take 128 (`_work`).
 BLOCK = 64
 
 FLOAT8 = "float8_e4m3fn"  # the dtype of a calibration of FP8 weights
@@ -129,12 +129,12 @@ class Calibration:
 
     def check(self, *shape: int, quantized: bool) -> None:
         """Raise ValueError unless the times are of such layers: K, N, gated, and weights in FP8."""
-        own, other = _kind(*self._shape), _kind(*shape)
-        if own != other:
-            raise ValueError(f"the calibration is for {own}; this layer has {other}")
+        measured, layer = _kind(*self._shape), _kind(*shape)
+        if measured != layer:
+            raise ValueError(f"the calibration is for {measured}; this layer has {layer}")
         if (self.dtype == FLOAT8) != quantized:
-            own = "FP8" if quantized else "bf16 or fp16"
-            raise ValueError(f"the calibration is for {self.dtype}; this layer has {own} weights")
+            layer = "FP8" if quantized else "bf16 or fp16"
+            raise ValueError(f"the calibration is for {self.dtype}; this layer has {layer} weights")
 
     @property
     def _shape(self) -> tuple[int, int, bool]:
@@ -145,8 +145,8 @@ class Calibration:
     def _work(self, path: str, active: float, union: float) -> float:
         """Return the number of neurons on which the time of a path depends.
 
-        The path "union" has blocks of 128 tokens in bf16 (kernels/options.py). Their unions follow
-        from those of 64 tokens by a power law, as those of 64 from one token's.
+        In bf16 the path "union" has blocks of 128 tokens above 2,048 (kernels/options.py), here in
+        all calls. Their unions follow from those of 64 tokens by a power law.
         """
         if path == "union" and self.dtype != FLOAT8 and active:
             return min(union * (union / active) ** (1 / 6), self.intermediate_size)
@@ -215,13 +215,13 @@ class Calibration:
 
     def choices(self, num_tokens: float, active: float, union: float) -> dict[str, str]:
         """Return the fastest path by situation, dense unless a sparse one wins by the margin."""
-        alone, paths = self.predict(num_tokens, active, union), {}
+        gpu, paths = self.predict(num_tokens, active, union), {}
         for situation in SITUATIONS:
-            host = {path: self._floor(path, num_tokens, situation) for path in alone}
-            of_call, of_gpu = HOST_SHARES[situation]
-            most = max(of_call * host["dense"], of_gpu * alone["dense"])
-            fits = [path for path in alone if path == "dense" or host[path] <= most]
-            times = {path: max(alone[path], host[path]) for path in fits}
+            host = {path: self._floor(path, num_tokens, situation) for path in gpu}
+            of_host, of_gpu = HOST_SHARES[situation]
+            most = max(of_host * host["dense"], of_gpu * gpu["dense"])
+            fits = [path for path in gpu if path == "dense" or host[path] <= most]
+            times = {path: max(gpu[path], host[path]) for path in fits}
             best = min(times, key=times.get)
             wins = times[best] <= (1 - self.margin) * times["dense"]
             paths[situation] = best if wins else "dense"
@@ -238,13 +238,13 @@ class Calibration:
         """
         if gated and not self.gated:
             raise ValueError("times of a non-gated layer say nothing about a gated one")
-        wider = hidden_size * intermediate_size / (self.hidden_size * self.intermediate_size)
+        size = hidden_size * intermediate_size / (self.hidden_size * self.intermediate_size)
 
         def neurons(number: float) -> float:
             # Multiply before dividing: N active neurons stay N.
             return number * intermediate_size / self.intermediate_size
 
-        def halve(p: Point) -> dict[str, float]:
+        def without_up(p: Point) -> dict[str, float]:
             if gated == self.gated:
                 return dict(p.ms)
             gate = p.ms.get("dense", self.predict(p.tokens, p.active, p.union)["dense"]) / 3
@@ -255,10 +255,10 @@ class Calibration:
 
         times = tuple(
             Point(
-                p.tokens if p.tokens == 1 and wider < 1 else p.tokens / wider,
+                p.tokens if p.tokens == 1 and size < 1 else p.tokens / size,
                 neurons(p.active),
                 neurons(p.union),
-                halve(p),
+                without_up(p),
             )
             for p in self.times
         )
@@ -270,7 +270,7 @@ class Calibration:
             gated=gated,
             times=times,
             floors=tuple(
-                Floor(f.situation, f.tokens / wider if path == "dense" else f.tokens, {path: ms})
+                Floor(f.situation, f.tokens / size if path == "dense" else f.tokens, {path: ms})
                 for f in self.floors
                 for path, ms in f.ms.items()
             ),

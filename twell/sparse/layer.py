@@ -1,4 +1,4 @@
-"""The sparse feed-forward layer, and the one place that chooses how it is computed.
+"""The sparse feed-forward layer. backends.py and plan.py choose how a call is computed.
 
 A layer has hidden size K and intermediate size N. With M tokens x [M, K]:
 
@@ -140,7 +140,7 @@ class SparseFFN(nn.Module):
         self._path: str | None = None
         self.backend = backend
         self.register_load_state_dict_pre_hook(float8.refuse_values)
-        self.register_load_state_dict_post_hook(SparseFFN._keep_strides)
+        self.register_load_state_dict_post_hook(SparseFFN._store_down)
 
     def _make_parts(self, gated: bool, **options: Any) -> None:
         sizes = self.hidden_size, self.intermediate_size
@@ -149,7 +149,7 @@ class SparseFFN(nn.Module):
         self.down_proj = nn.Linear(*sizes[::-1], **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "down_proj":  # peft merges in place, which no version shows, and puts it back
+        if name == "down_proj":  # peft merges without a new version, then assigns it again
             self._copied = None
         super().__setattr__(name, value)
 
@@ -203,7 +203,7 @@ class SparseFFN(nn.Module):
         self._backend = name
         # Set here, not in forward, which torch.compile traces.
         self._has_kernels = name in ("triton", "auto") and status["triton"] is None
-        self._keep_strides()
+        self._store_down()
 
     @property
     def path(self) -> str | None:
@@ -238,7 +238,7 @@ class SparseFFN(nn.Module):
         """Plan for this activity: see `Chooser.observe`."""
         self.chooser.observe(active, union, tokens)
 
-    def _keep_strides(self, _: object = None) -> None:
+    def _store_down(self, _: object = None) -> None:
         if self._has_kernels and why_called(self.down_proj) is None:
             store_neuron_major(self.down_proj)
         if self.dense_down is not None:
@@ -280,20 +280,20 @@ class SparseFFN(nn.Module):
         if self.quantized:
             x = self._for_inference(x)
         rows, leading = x.reshape(-1, self.hidden_size), x.shape[:-1]
-        box = compiling or self.outbox.compiled
-        watch = self.outbox if box else open_collector()
-        trains = self.training and self.outbox.watch_capacity
-        wants = Wants(self.training, trains).beside(None if watch is None else watch.wants)
+        boxed = compiling or self.outbox.compiled
+        receiver = self.outbox if boxed else open_collector()
+        counts = self.training and self.outbox.watch_capacity
+        wants = Wants(self.training, counts).beside(None if receiver is None else receiver.wants)
         order = None if wants.token_mask is not None else self.token_order
-        if self._is_dense(rows):  # adapters and hooks may know the batch by the input's shape
-            result = backends.dense(self, x, wants)
+        if self._is_dense(rows):
+            result = backends.dense(self, x, wants)  # not rows: hooks may rely on the shape of x
         elif order is None or not order.fits(rows):
             result = backends.sparse(self, rows, wants)
         else:
             result = order.undo(backends.sparse(self, order.take(rows), wants))
-        if wants.hidden and not box:  # sparse backends keep no h
+        if wants.hidden and not boxed:  # sparse backends keep no h
             show_hidden(self, *(result.hidden or self.activations(x)))
-        self.outbox.show(self, watch, wants, result, leading)
+        self.outbox.show(self, receiver, wants, result, leading)
         y = torch.zeros_like(result.y) if self.silenced else result.y
         return y.reshape(*leading, self.hidden_size)
 
@@ -326,9 +326,9 @@ class SparseFFN(nn.Module):
         """Whether the modules compute the call, by the backend or because they have to."""
         if self._backend == "dense":
             return True
-        # Asked before all else: everything read here becomes a guard of compiled code.
-        compiling = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        if compiling and self._backend == "auto":
+        # Before why_dense: everything that it reads becomes a guard of compiled code.
+        inference = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        if inference and self._backend == "auto":
             if self.chooser.path(rows.shape[0], situation_of(rows)) == "dense":
                 return True
         if (reason := why_dense(self.parts)) is not None:
@@ -350,8 +350,8 @@ class SparseFFN(nn.Module):
     def _replicate_for_data_parallel(self) -> SparseFFN:
         """Return a replica for nn.DataParallel, which computes on another device and thread.
 
-        It adds to the same `stats`, counts its own activity for "auto", and trains densely: nobody
-        would see its overflow.
+        It adds to the same `stats` and trains densely: nobody would see its overflow. Replicas last
+        one pass, so "auto" does not learn from the activity that they count.
         """
         replica = super()._replicate_for_data_parallel()
         replica.outbox, replica.chooser = Outbox(), copy.copy(self.chooser)

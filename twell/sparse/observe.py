@@ -42,14 +42,14 @@ class Activity(NamedTuple):
     """Active entries of one pass over M tokens and N neurons.
 
     token_counts [M] integer: active neurons of each token. neuron_counts [N] integer: tokens for
-    which each neuron was active, without the tokens that the token mask leaves out. capacity: 0-d
+    which each neuron was active, without the tokens that the token mask leaves out. needed: 0-d
     int64, entries per token that a sparse training pass needed, at least `mean_entries`; None
     elsewhere.
     """
 
     token_counts: Tensor
     neuron_counts: Tensor
-    capacity: Tensor | None = None
+    needed: Tensor | None = None
 
     @classmethod
     @torch.no_grad()
@@ -206,7 +206,7 @@ class Collector:
         self._before = []
         for box in (ffn.outbox for ffn in self.ffns):
             self._before.append((box.wants, box.compiled, box.l1 is not None))
-            box.open(self.wants.beside(box.wants if compiled else None), compiled)
+            box.reset(self.wants.beside(box.wants if compiled else None), compiled)
             if not compiled:
                 box.owner = self
         return self
@@ -217,24 +217,24 @@ class Collector:
             # No token, which only the context that set it may reset: blocks of generators and tasks
             # may end elsewhere, or before a block that was opened inside.
             _OPEN.set(tuple(one for one in _OPEN.get() if one.is_open))
-        for ffn, (wants, by_compiled, waits) in zip(self.ffns, self._before, strict=True):
+        for ffn, (wants, by_compiled, lost_pass) in zip(self.ffns, self._before, strict=True):
             box = ffn.outbox
             l1, activity, grad = box.l1, box.activity, box.grad
             lost = lost or box.overwritten
             if compiled:
-                box.open(wants, by_compiled)
+                box.reset(wants, by_compiled)
             else:
                 lost = lost or (box.used and box.owner is not self)
                 box.owner = open_collector(ffn)
-                box.open(box.owner and box.owner.wants)
-            box.overwritten = waits  # an earlier pass, for a collector around this one
+                box.reset(box.owner and box.owner.wants)
+            box.overwritten = lost_pass  # of a collector around: __enter__ dropped it
             if activity is not None:
                 ffn.stats.add(activity, self.wants.token_mask)
             if l1 is None:
                 continue
             self.receive(ffn, l1, grad)
             if not compiled:
-                hand_on(ffn, l1, grad)
+                hand_on(ffn, l1, grad)  # to the collectors around it: this one is closed
             elif wants is not None:
                 box.leave(l1, None, grad)
         if lost and error is None:
@@ -295,13 +295,13 @@ class Outbox:
         self.last: Tensor | None = None
         self.watch_capacity = False
         self.needed: Tensor | None = None
-        self.open(None)
+        self.reset(None)
 
     def __reduce__(self) -> tuple:
         return Outbox, ()
 
-    def open(self, wants: Wants | None, compiled: bool = False) -> None:
-        """Clear the box for a collector's wants; compiled: compiled code opened the collector."""
+    def reset(self, wants: Wants | None, compiled: bool = False) -> None:
+        """Empty the box and set its wants; compiled: compiled code opened the collector."""
         self.wants, self.compiled = wants, compiled
         self.l1 = self.activity = self.last = None
         self.grad, self.overwritten = True, False
@@ -324,7 +324,7 @@ class Outbox:
     def show(
         self,
         ffn: nn.Module,
-        watch: Collector | Outbox | None,
+        receiver: Collector | Outbox | None,
         wants: Wants,
         result: Result,
         leading: torch.Size,
@@ -332,13 +332,13 @@ class Outbox:
         """Hand on the L1 term, as [...] of the input, and the activity of a pass of this layer."""
         grad = torch.is_grad_enabled()
         l1 = result.l1.reshape(leading) if wants.l1 and result.l1 is not None else None
-        if watch is None:
+        if receiver is None:
             self.last = l1
-        elif watch is self:
+        elif receiver is self:
             self.leave(l1, result.activity, grad)
         else:
-            if watch.wants.activity:
-                ffn.stats.add(result.activity, watch.wants.token_mask)
+            if receiver.wants.activity:
+                ffn.stats.add(result.activity, receiver.wants.token_mask)
             if l1 is not None:
                 hand_on(ffn, l1, grad)
         if ffn.training and self.watch_capacity:
@@ -349,7 +349,7 @@ class Outbox:
         """Raise `needed` to the capacity that a pass in training mode needed."""
         if not _has_values(activity.token_counts):
             return
-        needed = activity.capacity
+        needed = activity.needed
         if needed is None:
             needed = mean_entries(activity.token_counts)
         with _locked():

@@ -26,11 +26,10 @@ In FP8 (float8.py) w_gate and w_up are float8_e4m3fn with scales s_gate and s_up
 else and y are bf16. The kernels quantise x, or x is in float8_e4m3fn with x_scale [M].
 
 Eager calls skip PyTorch's dispatcher, which takes as long as a small layer, and a call that comes
-again is a CUDA graph (kernels/replay.py). A dense layer in compiled code is
-plain PyTorch, which fuses with its surroundings. Nothing here keeps state or waits for the device,
-and the same call gives the same bits, under torch.compile(fullgraph=True), in CUDA graphs and on
-any stream. Gradients of twell::ffn are dense: backward keeps x and the weights alone and computes
-the layer again.
+again is a CUDA graph (kernels/replay.py). A dense layer in compiled code is plain PyTorch, which
+fuses with its surroundings. Nothing here waits for the device, and the same call gives the same
+bits, under torch.compile(fullgraph=True), in CUDA graphs and on any stream. Gradients of twell::ffn
+are dense: backward keeps x and the weights alone and computes the layer again.
 
 Non-finite values: a NaN in a row of x reaches this row of y alone. An inf or NaN in the weights of
 an inactive neuron does not reach the token, with two exceptions: w_down of a union or decode block
@@ -120,12 +119,12 @@ def _compute(
     activity: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`sparse_ffn` of plain tensors, after all checks."""
+    """Check plain tensors, then compute `sparse_ffn`."""
     _check_once(x, weights, x_scale)
     _check_results(x, activity, out)
     if len(x) == 0:
         return empty_output(x) if out is None else out
-    x, weights = prepare(x), aligned(weights)
+    x, weights = prepare(x), align_weights(weights)
     with on_device(x):
         if x_scale is None and replay.fits(x):
             y = replay.ffn(PATHS[path], x, weights, activity, out)
@@ -177,18 +176,18 @@ def prepare(x: Tensor) -> Tensor:
             f"x is on {x.device}, expected a GPU "
             "(or TRITON_INTERPRET=1, set before the kernels are imported)"
         )
-    return _aligned(x.contiguous())
+    return _align(x.contiguous())
 
 
-def aligned(weights: Weights) -> Weights:
+def align_weights(weights: Weights) -> Weights:
     """The weights, copied where they begin at an address that tensor descriptors do not accept."""
     w_gate, w_up = weights.w_gate, weights.w_up
     if w_up.data_ptr() % 16 == 0 and (w_gate is None or w_gate.data_ptr() % 16 == 0):
         return weights
-    return weights._replace(w_gate=_aligned(w_gate), w_up=_aligned(w_up))
+    return weights._replace(w_gate=_align(w_gate), w_up=_align(w_up))
 
 
-def _aligned(tensor: Tensor | None) -> Tensor | None:
+def _align(tensor: Tensor | None) -> Tensor | None:
     return tensor.clone() if tensor is not None and tensor.data_ptr() % 16 else tensor
 
 
@@ -222,8 +221,8 @@ def check_tensors(
     rest, first = (torch.bfloat16, FLOAT8) if in_fp8 else (x.dtype, x.dtype)
     shapes = (n, k), (n, k), (n, k), (n,), (n,), (k,), (n,), (n,), x.shape[:1]
     dtypes = first, first, *(rest,) * 4, *(torch.float32,) * 3
-    names, given = (*Weights._fields[:8], "x_scale"), (*weights.tensors, x_scale)
-    for name, tensor, shape, dtype in zip(names, given, shapes, dtypes, strict=True):
+    names, tensors = (*Weights._fields[:8], "x_scale"), (*weights.tensors, x_scale)
+    for name, tensor, shape, dtype in zip(names, tensors, shapes, dtypes, strict=True):
         if tensor is not None:
             _check_tensor(name, tensor, tuple(shape), dtype, x.device)
     for name, tensor, belongs in (
@@ -232,9 +231,9 @@ def check_tensors(
         ("s_up", weights.s_up, in_fp8),
     ):
         if (tensor is not None) != belongs:
-            given = "missing" if belongs else "given"
+            state = "missing" if belongs else "given"
             raise ValueError(
-                f"{name} is {given}, and x is {x.dtype}, w_up {w_up.dtype}; scales belong to FP8"
+                f"{name} is {state}, and x is {x.dtype}, w_up {w_up.dtype}; scales belong to FP8"
             )
 
 
@@ -385,10 +384,10 @@ def _traced(x: Tensor, weights: Weights, path: str | None, x_scale: Tensor | Non
         if weights.s_up is not None:
             return float8.dense(x, weights, x_scale)
         return reference.ffn(x, *arguments[:6], act=act)
-    given = {"activation": act.name, "threshold": act.threshold}
+    options = {"activation": act.name, "threshold": act.threshold}
     if path == "decode" and _can_trace(x, weights):
-        return traced_decode(x, *arguments, **given)
-    return operator(x, *arguments, **given, path=path)
+        return traced_decode(x, *arguments, **options)
+    return operator(x, *arguments, **options, path=path)
 
 
 def _can_trace(x: Tensor, weights: Weights) -> bool:
@@ -461,7 +460,7 @@ def ffn(
         _check_tensor("out", out, tuple(x.shape), x.dtype, x.device)
     act = get_activation(activation, threshold, gated=w_gate is not None, sparse=True)
     weights = Weights(w_gate, w_up, w_down_t, b_gate, b_up, b_down, act=act)
-    rows, given = x.reshape(-1, x.shape[-1]), None if out is None else out.view(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
     learns = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x, *weights.tensors, out)
     )
@@ -471,12 +470,12 @@ def ffn(
     if unfit or (path == "dense" and learns):
         check_tensors(rows, weights, by_kernels=False)
         y = reference.ffn(rows, *_arguments(weights, None)[:6], act=act)
-        y = y if out is None else given.copy_(y)
+        y = y if out is None else out.copy_(y.reshape(out.shape))
     elif learns:
         options = {"activation": act.name, "threshold": act.threshold, "path": path}
         y = operator(rows, *_arguments(weights, None), **options)
     else:
-        y = sparse_ffn(rows, weights, path, out=given)
+        y = sparse_ffn(rows, weights, path, out=None if out is None else out.view(rows.shape))
     return y.reshape(x.shape) if out is None else out
 
 

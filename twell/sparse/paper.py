@@ -10,7 +10,7 @@ import torch
 from twell.kernels.common import empty_output, on_device
 from twell.kernels.paper import gate, rowwise
 from twell.sparse.activations import Weights
-from twell.sparse.ops import aligned, check_tensors, prepare
+from twell.sparse.ops import align_weights, check_tensors, prepare
 
 
 @torch.library.custom_op(
@@ -32,7 +32,7 @@ def ffn_twell(x, w_gate, w_up, w_down, b_gate=None, b_up=None, b_down=None, comp
         return empty_output(x)
     x = prepare(x)
     with on_device(x):
-        return rowwise.ffn(x, aligned(weights), compression=compression)
+        return rowwise.ffn(x, align_weights(weights), compression=compression)
 
 
 def layer(w_gate, w_up, w_down):

@@ -33,9 +33,9 @@ POWERS = tuple(2**n for n in range(LARGEST + 1))
 # depends on how many tokens stand in it, and reading a prompt differs from writing.
 CLASSES = tuple(2**n for n in range(BLOCK.bit_length()))
 
-MODULES = "modules"  # the path of a dense call without the kernels
-# Dense eager calls of up to so many tokens wait for Python, and the modules need less of it than
-# the kernels: 0.27 ms a layer less, for 2,048 tokens in a model on an H100.
+MODULES = "modules"  # torch's modules compute; the path "dense" is kernels/dense.py
+# Up to so many tokens a dense eager call waits for Python: MODULES need 0.27 ms a layer less of it
+# than the kernels (2,048 tokens, in a model on an H100).
 WAITING = 4096
 PROBE_BLOCKS = 1024 // BLOCK
 # A plan changes when an observation differs by this factor: torch.compile then compiles again.
@@ -116,8 +116,8 @@ class Chooser:
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        own = "_counters", "_of_class", "_copy", "_paths", "_warm", "_quick", "plans"
-        return {name: value for name, value in vars(self).items() if name not in own}
+        derived = "_counters", "_of_class", "_copy", "_paths", "_warm", "_quick", "plans"
+        return {name: value for name, value in vars(self).items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -189,9 +189,9 @@ class Chooser:
     # --- eager calls
 
     def quick_path(self, num_tokens: int) -> str | None:
-        """Return the path of an eager call that `choose` would only count: see `count`.
+        """Return the path of an eager call that needs only `count`.
 
-        None: `choose` has to be called.
+        None: the call needs `choose`.
         """
         calls = self._calls[_class(num_tokens)] + 1
         due = not self.frozen and calls & (calls - 1) == 0
@@ -201,7 +201,7 @@ class Chooser:
         """Count an eager call by `quick_path`."""
         self._calls[_class(num_tokens)] += 1
 
-    def place(self, device: torch.device) -> None:
+    def set_device(self, device: torch.device) -> None:
         """Plan by the times of this device's card, from the first call on it."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         if name != self.device_name:
@@ -215,7 +215,7 @@ class Chooser:
         if situation != EAGER or num_tokens == 0 or type(x) is not Tensor:
             return Choice(self.path(num_tokens, situation))
         if self.device_name is None:
-            self.place(x.device)
+            self.set_device(x.device)
         due, path = self.begin(num_tokens), self.path(num_tokens)
         activity = self.activity_of(path, num_tokens, x.device)
         if path == "dense" and due:
@@ -251,10 +251,9 @@ class Chooser:
             self._copy = _begin_copy(self._counters)
 
     def _to_warm_up(self, num_tokens: int, taken: str) -> str | None:
-        """Return the path of graphs, once, if this eager call has not `taken` it.
+        """Return once the path that a CUDA graph of this call takes, unless it is `taken`.
 
-        A call before a capture is to compile and load what the capture launches. One by modules
-        loads no kernels.
+        This eager call then compiles and loads the kernels of that path, too: a capture cannot.
         """
         path = self.path(num_tokens, GRAPH)
         if path == taken or (num_tokens, path) in self._warm:
@@ -329,7 +328,7 @@ class Chooser:
             new = active / tokens, union / blocks
             old = self._known.get(size)
             if old is None or any(_differ(*pair) for pair in zip(old, new, strict=True)):
-                self._known[size] = new
+                self._known = {**self._known, size: new}
                 changed = True
             if tokens > most:
                 most, self.observed = tokens, new

@@ -19,8 +19,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from twell.sparse.float8 import Float8Linear
 
 PROJECTIONS = "gate_proj", "up_proj", "down_proj"
-# The hooks of a module; a layer and the module that it replaces share them.
 CALLED_WITH = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# The hooks of a module; a layer and the module that it replaces share them.
 HOOKS = (
     *CALLED_WITH,
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),

@@ -113,7 +113,7 @@ def gate_pack(
     compression: int = 8,
     act: Activation = RELU,
 ) -> TwELL:
-    """g [M, N] of x w^T + b rounded to x.dtype, packed; w [N, K] is `Layer.first`.
+    """g [M, N] of x w^T + b rounded to x.dtype, packed; w [N, K] is `Weights.first`.
 
     Raises ValueError for tile sizes that `TwELL.pack` refuses. Paper: inference, gate kernel.
     """

@@ -82,7 +82,7 @@ class SparseTraining:
         self.activity: list[float | None] = [None] * len(self.layers)
         self.sparse = [False] * len(self.layers)
         for ffn in self.layers:
-            ffn.chooser.place(ffn.device)
+            ffn.chooser.set_device(ffn.device)
         self._recent: deque[int] = deque(maxlen=RECENT)  # the largest need of each step
         self._running: object = None  # identifies the attempts under way
         self._decide()
@@ -137,8 +137,8 @@ class SparseTraining:
                     self._update(needed, forced=attempt + 1 == ATTEMPTS)
                     return
                 self.repeated += 1
-                last = attempt + 2 >= ATTEMPTS
-                self.capacity = largest if last else self._capacity_for(overflow)
+                next_is_last = attempt + 2 >= ATTEMPTS
+                self.capacity = largest if next_is_last else self._capacity_for(overflow)
                 restore()
                 for ffn, before in zip(self.layers, counters, strict=True):
                     ffn.stats.counters = before
@@ -203,7 +203,7 @@ class SparseTraining:
         return numbers.tolist()
 
     def _first_overflow(self, needed: list[int]) -> int | None:
-        """Return the need of the first layer that overflowed; layers after it saw wrong inputs."""
+        """Return the need of the first layer that overflowed."""
         for ffn, sparse, number in zip(self.layers, self.sparse, needed, strict=True):
             if sparse and number > self._layer_capacity(ffn):
                 return number

@@ -25,7 +25,7 @@ from twell.kernels.common import Gradients, on_device
 from twell.kernels.paper import hybrid
 from twell.sparse.activations import ACTIVATIONS, RELU, Weights, get_activation
 from twell.sparse.observe import Activity, Result, mean_entries
-from twell.sparse.ops import aligned, check_tensors, is_eager, prepare
+from twell.sparse.ops import align_weights, check_tensors, is_eager, prepare
 
 # Places of entries are 32-bit integers, and kernels step past the last one by up to 256.
 MAX_ENTRIES = 2**31 - 2**12
@@ -42,7 +42,7 @@ def sparse_train(
     `neuron_counts` leaves out.
 
     y [M, K] in x.dtype and l1 [M] fp32, the sum over neurons of |h| rounded to x.dtype, are
-    differentiable. If `activity.capacity` is above the given capacity, y, l1 and the gradients are
+    differentiable. If `activity.needed` is above the given capacity, y, l1 and the gradients are
     wrong, and the step has to be retried with more; counts are right.
 
     Raises ValueError for another path, for other activations than ReLU with "hybrid", and as ops.py
@@ -80,12 +80,12 @@ class _Eager(torch.autograd.Function):
 class TrainPath:
     """The two operators of one path.
 
-    `path` is a module with the functions forward, backward and saved_like of kernels/training.py,
-    and `saved_type` the NamedTuple of the tensors that its forward pass saves.
+    `kernels` is a module with the functions of kernels/training.py: forward, backward, saved_like;
+    `saved_type` is the NamedTuple of the tensors that its forward pass saves.
     """
 
-    def __init__(self, name: str, path: ModuleType, saved_type: type):
-        self.path, self.saved_type = path, saved_type
+    def __init__(self, name: str, kernels: ModuleType, saved_type: type):
+        self.kernels, self.saved_type = kernels, saved_type
         first = (
             "Tensor x, Tensor? w_gate, Tensor w_up, Tensor w_down_t, Tensor? b_gate, Tensor? b_up"
         )
@@ -119,7 +119,7 @@ class TrainPath:
         act = get_activation(name, threshold, gated=tensors[0] is not None, sparse=True)
         weights = Weights(*tensors, act=act)
         check_tensors(x, weights)
-        if act != RELU and self.path is hybrid:
+        if act != RELU and self.kernels is hybrid:
             raise ValueError(
                 f"path 'hybrid' takes 'relu' without a threshold; use path 'union' for "
                 f"{act.name!r} with threshold {act.threshold:g}"
@@ -139,11 +139,11 @@ class TrainPath:
 
     def forward(self, x, *rest):
         weights, token_mask, capacity = self.check(x, *rest)
-        x, weights = prepare(x), aligned(weights)
+        x, weights = prepare(x), align_weights(weights)
         with on_device(x):
             if token_mask is not None:
                 token_mask = token_mask.reshape(-1) != 0
-            return self.path.forward(x, weights, token_mask, capacity)
+            return self.kernels.forward(x, weights, token_mask, capacity)
 
     def fake_forward(self, x, *rest):
         weights, _, capacity = self.check(x, *rest)
@@ -154,7 +154,7 @@ class TrainPath:
             x.new_empty(num_tokens, dtype=torch.int32),
             x.new_empty(intermediate_size, dtype=torch.int32),
             x.new_empty((), dtype=torch.int64),
-            *self.path.saved_like(x, weights, capacity),
+            *self.kernels.saved_like(x, weights, capacity),
         )
 
     def gradients(self, x, *rest) -> list[Tensor | None]:
@@ -167,12 +167,12 @@ class TrainPath:
         # PyTorch runs something on it, and tensor descriptors need one.
         dl1 = dl1.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         # The threshold has done its work: g is 0 up to it.
-        weights = aligned(Weights(*first, act=ACTIVATIONS[name]))
+        weights = align_weights(Weights(*first, act=ACTIVATIONS[name]))
         pairs = zip((x, *first), needs, strict=True)
         gradients = [torch.empty_like(tensor) if need else None for tensor, need in pairs]
         with on_device(x):
             saved = self.saved_type(*saved[5:])
-            self.path.backward(x, weights, saved, dy, dl1, Gradients(*gradients))
+            self.kernels.backward(x, weights, saved, dy, dl1, Gradients(*gradients))
         return gradients
 
     def backward(self, x, *rest):
