@@ -87,7 +87,7 @@ class TrainConfig:
     hidden_weight: float = 0.0  # in the loss, of the distance between the models' hidden states
     # Steering activity: see twell/train/steer.py
     active_share: float = 0.0  # wanted share of active neurons; 0: no steering
-    l1_growth: float = 1.5  # factor of the coefficient after a stage with too many active neurons
+    l1_growth: float = 1.5  # factor of the coefficient where 1.25 times too many neurons are active
     l1_stage_steps: int = 100  # of the coefficient; a threshold changes every `log_every` steps
     # records
     log_every: int = 10  # steps
@@ -136,11 +136,11 @@ class TrainConfig:
     def _decay_conflicts(self) -> Iterator[str]:
         """Yield why copies of the run cannot decay at `decay_at`."""
         try:
-            fit = all(self.warmup_steps < start < self.steps for start in self.decays)
+            copies = self.decays.items()
+            fit = all(self.warmup_steps < start and end < self.steps for start, end in copies)
         except (ValueError, OverflowError):
-            fit = False
-        apart = fit and len(self.decays) == len(self.decay_at.split(","))
-        if not apart or max(self.decays.values()) >= self.steps:
+            copies, fit = (), False
+        if not fit or len(copies) < len(self.decay_at.split(",")):  # two would start at one step
             yield (
                 f"decay_at is {self.decay_at!r}; give numbers of tokens such as '6e7,1.2e8', each "
                 f"after the warm-up and below the {self.tokens} of the run, in steps of log_every"
@@ -199,16 +199,15 @@ class TrainConfig:
 
     @property
     def decays(self) -> dict[int, int]:
-        """Each copy of the run: the step from which it decays, a row of the log, and its last."""
+        """The last step of each copy, by the step at which it starts to decay, a row of the log."""
         words = self.decay_at.split(",") if self.decay_at else ()
         ends = [math.ceil(float(word) / self.batch_tokens) for word in words]
         return {end * 9 // 10 // self.log_every * self.log_every: end for end in ends}
 
     def changes(self, before: TrainConfig) -> str:
         """Return the fields that differ from `before`, with both values; "" for none."""
-        pairs = {name: (getattr(before, name), getattr(self, name)) for name in _TYPES}
-        changed = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-        return "; ".join(f"{name} was {a!r} and is {b!r}" for name, (a, b) in changed.items())
+        values = ((name, getattr(before, name), getattr(self, name)) for name in _TYPES)
+        return "; ".join(f"{name} was {a!r} and is {b!r}" for name, a, b in values if a != b)
 
     def prepare_text(
         self, process: int = 0, num_processes: int = 1
@@ -273,7 +272,7 @@ def l1_schedule(step: int, zero_steps: int, warmup_steps: int) -> float:
 
 
 _TYPES = typing.get_type_hints(TrainConfig)
-# Fields of the last version, in recorded runs
+# Fields of earlier versions, which recorded runs have
 _GONE = "sampled_tokens sampled_share sampled_chat samples fit_tokens".split()
 _DIVISORS = {"batch_tokens": "context", "checkpoint_every": "log_every"}
 _POSITIVE = (

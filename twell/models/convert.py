@@ -77,15 +77,15 @@ def sparsify(model: nn.Module, *, relufy: bool = False, backend: str = "dense") 
             f"{type(base).__name__} has no feed-forward layer that twell knows; it knows those of "
             f"{', '.join(SPARSIFIABLE)}, and twell.register_adapter describes others"
         )
-    config, compared = getattr(base, "config", None), set()
+    config = getattr(base, "config", None)
     changes = {(check(site, config, relufy=relufy), site.adapter.config) for site in sites}
     ffns = [_around(site) for site in sites]
+    compared = set()  # built-in classes; modules of a registered class may differ from each other
     for site, ffn in zip(sites, ffns, strict=True):
-        built_in = any(site.adapter is one for one in adapters.BUILT_IN.values())
-        known = built_in and type(site.module) in compared  # others may differ in a class
-        if site.activation is not None and not known:
+        if site.activation is not None and type(site.module) not in compared:
             check_same(site, ffn)
-            compared.add(type(site.module))
+            if any(site.adapter is one for one in adapters.BUILT_IN.values()):
+                compared.add(type(site.module))
     for ffn in (*present, *ffns):
         ffn.backend = backend
     for site, ffn in zip(sites, ffns, strict=True):
@@ -210,7 +210,7 @@ def _put_back(owner: nn.Module, name: str, ffn: SparseFFN) -> None:
         setattr(owner, name, module)
     if not adapter.inline:
         module.train(ffn.training)
-    if Site(owner, name, module, adapter).activation is None:
+    if Site(owner, name, module, adapter).activation is None:  # relufy replaced it
         setattr(module, adapter.act, nn.ReLU())
     for parameter in down.parameters():  # peft's adapters may stand around the weight
         parameter.data = parameter.data.contiguous()
@@ -238,13 +238,14 @@ def check(site: Site, config: Any, *, relufy: bool) -> str | None:
 def _check_projections(site: Site) -> None:
     """Refuse weights and dropout beside the projections."""
     module, adapter, kind = site.module, site.adapter, type(site.module).__name__
-    parts = {name: getattr(module, name) for name in adapter.projections if name is not None}
+    for name in filter(None, adapter.projections):
+        getattr(module, name)  # raises AttributeError where the module lacks it
     if adapter.inline:
         if rate := getattr(module, "activation_dropout", 0):
             raise ValueError(f"a {kind} has activation_dropout={rate}; set 0, as SparseFFN has")
         return
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if name.partition(".")[0] not in parts:
+        if name.partition(".")[0] not in adapter.projections:
             more = f"{name} of shape {tuple(tensor.shape)} beside its projections"
             raise ValueError(f"a {kind} has {more}, which SparseFFN does not compute with")
 

@@ -44,7 +44,7 @@ AUTO_MAP = {
 
 
 class SparseLlamaConfig(LlamaConfig):
-    """Llama's configuration with five more fields; defaults: the paper's 1.5B model (Table 2).
+    """Llama's configuration with four more fields; defaults: the paper's 1.5B model (Table 2).
 
     Args:
         hidden_act: "relu" or another activation of twell/sparse/activations.py.
@@ -225,10 +225,7 @@ class SparseLlamaForCausalLM(LlamaForCausalLM):
         kwargs |= {"labels": labels, "num_items_in_batch": num_items_in_batch}
         with terms:
             output = super().forward(
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                inputs_embeds=inputs_embeds,
-                **kwargs,
+                input_ids, attention_mask, inputs_embeds=inputs_embeds, **kwargs
             )
         if not wants_l1:
             return SparseCausalLMOutput(**output)

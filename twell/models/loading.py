@@ -55,7 +55,7 @@ PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 # The paper's field: its kernels for training store down_proj.weight as [intermediate, hidden].
 HYBRID = "sparsity_use_hybrid_kernel"
 DTYPE_NAMES = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-LLAMAS = (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu")  # model_type
+READ_TYPES = (SparseLlamaConfig.model_type, "llama", "llama_sparse_relu")  # model_type
 # The paper's trackers, and rotary tables
 NO_WEIGHTS = re.compile(r"(^|\.)(tracker|metrics_accumulator)\.|rotary_emb\.inv_freq$")
 # Names of the paper's own layout, of which some are stored transposed
@@ -161,7 +161,7 @@ def read_json(path: Path) -> dict:
 
 
 def _is_llama(folder: Path) -> bool:
-    return read_json(folder / "config.json").get("model_type") in LLAMAS
+    return read_json(folder / "config.json").get("model_type") in READ_TYPES
 
 
 def _calibrate(path: Path, ffns: list) -> None:
@@ -305,7 +305,7 @@ def _translated(folder: Path, kind: str, fields: dict) -> dict:
 
 
 def _empty_llama(config: SparseLlamaConfig) -> SparseLlamaForCausalLM:
-    """Return a model on the meta device, dense, as every machine computes it, and not in FP8."""
+    """Return a model on the meta device, dense and not in FP8, which every machine can make."""
     config = copy.deepcopy(config)
     config.ffn_backend = "dense"
     note_quantization(config, None)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-LOGGED = {"CI", "JPY_PARENT_PID", "MAKELEVEL"}  # where terminals are kept whole, or shared
-PERIOD = 0.5  # seconds between two steps that are shown: their losses wait for the GPU
+LOGGED = {"CI", "JPY_PARENT_PID", "MAKELEVEL"}  # set where output goes to a log, or is shared
+PERIOD = 0.5  # seconds between updates: to read a loss waits for the GPU
 
 
 class TrainingBar(Progress):

@@ -20,7 +20,7 @@ from twell import results
 
 DIGITS = 16  # of HASH
 NAMES = f"checkpoint-{'[0-9]' * 8}-{'[0-9a-f]' * DIGITS}.pt"
-UNFINISHED = f".checkpoint{results.UNFINISHED}"
+PARTIAL = f".checkpoint{results.UNFINISHED}"
 GATHERED = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the main process
 
 
@@ -48,7 +48,7 @@ class Checkpoints:
             "log_sha256": results.file_hash(self.log),
             "tensors": {"model_state_dict": weights, "optim_state_dict": moments},
         }
-        unfinished = self.folder / UNFINISHED
+        unfinished = self.folder / PARTIAL
         with results.naming(unfinished), open(unfinished, "wb") as file:
             torch.save(state, file)
             os.fsync(file.fileno())
@@ -82,14 +82,14 @@ class Checkpoints:
     @staticmethod
     def load(state: dict, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the weights and the optimiser of a state that `read` returned."""
-        # Asked for, torch copies all tensors to the GPU before it cuts them into shards.
+        # It cuts whole tensors into shards, but first copies all of them to the GPU.
         sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
         options = StateDictOptions(full_state_dict=sharded)
         set_state_dict(model, optimizer, **state["tensors"], options=options)
 
     def remove(self, but: Path | None = None) -> None:
         """Delete the checkpoints, `but` one."""
-        for path in {*self.paths(), self.folder / UNFINISHED} - {but}:
+        for path in {*self.paths(), self.folder / PARTIAL} - {but}:
             path.unlink(missing_ok=True)
 
 

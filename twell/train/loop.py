@@ -356,9 +356,10 @@ class Run:
     def describe(self, step: int) -> str:
         """Return a line on the steps since the last row: in this process, with the time left."""
         steps, active = (step - 1) % self.config.log_every + 1, 0.0
+        # The last sum is the gradient norm's.
         losses = dict(zip(self.losses, (self.sums / steps).tolist(), strict=False))
         for ffn in self.model.ffns:
-            ffn.stats.counters = neurons, histogram = ffn.stats.take()
+            neurons, histogram = ffn.stats.counters  # not take(), which clears them
             active += float(neurons.sum() / histogram.sum()) / self.config.num_layers
         seconds = (time.perf_counter() - self.since) / steps
         left = datetime.timedelta(seconds=int(seconds * (self.config.steps - step)))
@@ -386,7 +387,7 @@ class Run:
         self.write(step, split, values, f"validation {values['cross_entropy']:.3f}{kl}")
 
     def write(self, step: int, split: str, values: dict, line: str) -> None:
-        """Append tidy rows, one for each number and one for each layer of a list; say the line."""
+        """Append tidy rows, one a number or layer; say the line, and restart the meters."""
         rows, tokens = [], step * self.config.batch_tokens
         for metric, value in values.items():
             numbered = enumerate(value) if isinstance(value, list) else [("", value)]

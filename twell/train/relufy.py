@@ -121,7 +121,7 @@ class Student(nn.Module):
     ) -> StudentOutput:
         """Run both models on `input_ids` [B, S] without padding, which are the labels too."""
         (teacher,) = self.teacher
-        self._forget()  # outputs of layers that activation checkpointing computed again
+        self._forget()  # outputs of a pass that raised
         with L1Terms(self.ffns, counts=self.training or self.recording) as terms:
             hidden = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
         with torch.no_grad():
@@ -137,19 +137,19 @@ class Student(nn.Module):
         options = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is random
         parts = [checkpoint(compare, *chunk, **options) for chunk in zip(*pairs, strict=True)]
         divergence, *losses = (torch.stack(sums).sum() for sums in zip(*parts, strict=True))
-        kl = divergence / (num_tokens_in_batch or input_ids.numel())
+        tokens = num_tokens_in_batch or input_ids.numel()
+        kl = divergence / tokens
         losses = [loss / (num_items_in_batch or input_ids[:, 1:].numel()) for loss in losses]
         if not self.training:
             return StudentOutput(kl, kl, *losses)
-        l1 = terms.mean(num_tokens=num_tokens_in_batch)
+        l1, distance = terms.mean(num_tokens=num_tokens_in_batch), None
         loss = kl + l1_scale * self.l1_coefficient * l1
-        if not self.hidden_weight:
-            return StudentOutput(loss, kl, *losses, l1)
-        layers = zip(*self.outputs, strict=True)
-        apart = torch.stack([self.distance(*pair) for pair in layers]).mean()
-        apart = apart / (num_tokens_in_batch or input_ids.numel())
-        self._forget()
-        return StudentOutput(loss + self.hidden_weight * apart, kl, *losses, l1, apart)
+        if self.hidden_weight:
+            layers = zip(*self.outputs, strict=True)
+            distance = torch.stack([self.distance(*pair) for pair in layers]).mean() / tokens
+            loss = loss + self.hidden_weight * distance
+            self._forget()
+        return StudentOutput(loss, kl, *losses, l1, distance)
 
     def _forget(self) -> None:
         for outputs in self.outputs:
@@ -185,8 +185,7 @@ def relu_student(config: TrainConfig) -> PreTrainedModel:
             module.attention_dropout = 0.0
     if model.config.model_type not in LLAMAS:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # training follows
-            relufy = model.config.hidden_act != "relu"
-            return sparsify(model, relufy=relufy, backend=config.backend)
+            return sparsify(model, relufy=True, backend=config.backend)
     # A Llama becomes a SparseLlamaForCausalLM, whose configuration can save a threshold.
     fields = model.config.to_dict() | {
         "hidden_act": "relu",

@@ -39,11 +39,12 @@ def train(
         quiet: print nothing.
         bar: shows steps in place of their lines.
 
-    Ctrl-C ends the training after the current step, with a checkpoint; a second one ends it at
-    once. Raises FileNotFoundError where there is no run to resume. Raises FileExistsError when the
-    folder holds something else, another process trains in it, or it holds a run and neither
-    `resume` nor `overwrite` is set. Raises ValueError for a run of another configuration or with
-    damaged checkpoints, and MemoryError for weights that do not fit this machine.
+    After Ctrl-C or SIGTERM it trains on to the next row of the log, writes a checkpoint and stops;
+    a second Ctrl-C ends it at once. Raises FileNotFoundError where there is no run to resume.
+    Raises FileExistsError when the folder holds something else, another process trains in it, or it
+    holds a run and neither `resume` nor `overwrite` is set. Raises ValueError for a run of another
+    configuration or with damaged checkpoints, and MemoryError for weights that do not fit this
+    machine.
     """
     folder = Path(folder)
     _check_memory(config)

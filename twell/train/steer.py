@@ -45,17 +45,17 @@ class Steering:
         """
         config = self.config
         begun = step > config.l1_zero_steps + config.l1_warmup_steps
-        if not (config.active_share and begun) or step % self.stage_steps:
+        due = step % self.stage_steps == 0 and step < config.steps
+        if not (config.active_share and begun and due):
             return
         share = active / config.intermediate_size
-        if step < config.steps:
-            if self.name == "threshold":
-                self.factor *= self.of_threshold(share)
-            else:
-                stages = (config.steps - step) // config.l1_stage_steps  # still to come
-                self.factor = max(self.factor * self.of_coefficient(share, stages), LEAST)
-            self.apply()
+        if self.name == "threshold":
+            self.factor *= self.of_threshold(share)
+        else:
+            stages = (config.steps - step) // config.l1_stage_steps  # still to come
+            self.factor = max(self.factor * self.of_coefficient(share, stages), LEAST)
         self.share = share
+        self.apply()
 
     def of_coefficient(self, share: float, stages: int) -> float:
         """Return the factor of the L1 coefficient after a stage with a share of active neurons.

@@ -84,13 +84,11 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: corpus.Blocks) -> 
     blocks; for a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own
     counters keep their values.
     """
-    training, before = model.training, [ffn.stats.counters for ffn in model.ffns]
+    training, before = model.training, [ffn.stats.take() for ffn in model.ffns]
     model.eval()
     model.recording = True
-    for ffn in model.ffns:
-        ffn.stats.take()
 
-    names = ["cross_entropy", *["kl", "cross_entropy_teacher"] * isinstance(model, Student)]
+    names = ["cross_entropy"] + ["kl", "cross_entropy_teacher"] * isinstance(model, Student)
     totals = dict.fromkeys(names, 0.0)
     for start in range(0, len(blocks), BATCH):
         tokens = blocks.draw(range(start, min(start + BATCH, len(blocks)))).to(model.device)
