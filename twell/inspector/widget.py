@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.display import HTML, display
+from IPython.display import display
 
 try:
     import anywidget
@@ -79,7 +79,8 @@ class Inspector(anywidget.AnyWidget):
         display(bundle, metadata=metadata, raw=True)
         page = html.escape(document(repr(self), self.view, {"data": self.data}))
         look = 'class="twell-page" loading="lazy" style="width: 100%; height: 800px; border: 0"'
-        display(HTML(f'<iframe {look} srcdoc="{page}"></iframe>'))
+        frame = f'<iframe {look} srcdoc="{page}"></iframe>'  # in HTML() IPython warns of it
+        display({"text/html": frame}, raw=True)
 
     @property
     def trace(self) -> Trace:
