@@ -40,18 +40,12 @@ def processes(runs: pd.DataFrame) -> pd.Series:
     return launched.fillna("1").astype(int)
 
 
-def hardware(runs: pd.DataFrame) -> pd.Series:
-    """Return the devices of each run in words, such as "4 x NVIDIA H200"."""
-    count = processes(runs)
-    return runs["device"].where(count == 1, count.astype(str) + " x " + runs["device"])
-
-
 def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """Return a line on each run, of any kind, by name.
 
     Columns: run, parameters, tokens, l1_coefficient, seed; of the last validation so far:
     cross_entropy (nats), active (mean over layers), dead_fraction and active_fraction;
-    tokens_per_second (median over training); device (`hardware`), complete.
+    tokens_per_second (median over training); device, such as "4 x NVIDIA H200", and complete.
     """
     fields = ["parameters", "tokens", "l1_coefficient", "seed", "intermediate_size"]
     table = runs.set_index("run").reindex(columns=fields)
@@ -61,7 +55,9 @@ def list_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["active_fraction"] = table["active"] / table.pop("intermediate_size")
     speed = log[(log["split"] == "train") & (log["metric"] == "tokens_per_second")]
     table["tokens_per_second"] = speed.groupby("run")["value"].median()
-    ended = runs.assign(device=hardware(runs)).set_index("run")[["device", "complete"]]
+    count, device = processes(runs), runs["device"]
+    devices = device.where(count == 1, count.astype(str) + " x " + device)
+    ended = runs.assign(device=devices).set_index("run")[["device", "complete"]]
     return table.join(ended).sort_index().reset_index()
 
 

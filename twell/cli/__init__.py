@@ -80,7 +80,7 @@ def find(arguments: list[str]) -> tuple[list[str], typer.core.TyperCommand]:
     """Return the words that name a command, such as measure and ffn, and the command."""
     words, command = [], typer.main.get_command(app)
     (debug,) = command.params
-    debug.expose_value = False
+    debug.expose_value = False  # commands have no such parameter; `main` reads it
     for word in arguments:
         if word not in getattr(command, "commands", {}):
             break

@@ -89,7 +89,7 @@ def read_text(
 
 
 def prepare_out(given: Path | None, default: Path) -> Path:
-    """Return the file to write, after its parent folder. Refuse one of another kind.
+    """Return the file to write, and make its folder. Refuse a file of another kind.
 
     A slip must not replace weights or a text, and a mistake shows before the work.
     """

@@ -54,7 +54,7 @@ def run(name: str, options: dict) -> None:
     if isinstance(result, dict):  # by file
         result = [{"file": file} | row for file, rows in result.items() for row in rows]
     rows = pd.DataFrame(result)
-    columns = [name for name in ("file", *SHOWN) if name in rows and rows[name].notna().any()]
+    columns = [c for c in ("file", *SHOWN) if c in rows and rows[c].notna().any()]
     show(rows, rows[columns].map(short), form)
 
 

@@ -110,9 +110,9 @@ def trace(
     result.save(out)
     size = out.stat().st_size
     print(f"{out}: {result.num_tokens} tokens, {result.num_layers} layers, {size} bytes")
-    for name, wanted in result.meta.get("reduced", {}).items():
-        kept, limit = result.meta["kept"][name], result.meta["max_bytes"]
-        print(f"to stay under {limit} bytes: {name} {kept} instead of {wanted}")
+    for field, default in result.meta.get("reduced", {}).items():
+        value, limit = result.meta["kept"][field], result.meta["max_bytes"]
+        print(f"to stay under {limit} bytes: {field} {value} instead of {default}")
 
 
 def inspect(

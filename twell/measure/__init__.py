@@ -10,7 +10,7 @@ versions, commit and command.
     check               exact results, and one table of tolerances
     runner              `bench`: checks, turns, CUDA graphs, energy, kernels
     layer               one layer by each provider, forward and in training
-    calibration         the times that "auto" chooses by; the paths of a model's layers, for good
+    calibration         the times that "auto" chooses by; `tune` fixes the paths of a model
     sides, model, decode
                         whole models: forward passes, layers, decoding
     trainer             one optimiser step of a model

@@ -1,4 +1,4 @@
-"""The times that "auto" chooses by, up to which activity sparse training is faster, and `tune`."""
+"""Times for "auto", the activity up to which sparse training is faster, and paths by a batch."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def calibrate(
 
     def timed(case: Case, turns: str, column: str, behind: Container[str] = ()) -> dict:
         """Return ms by path."""
-        by = {p: Provider("triton", p, precision=precision) for p in case.paths()}
+        paths = [path for path in case.paths() if path not in behind]
+        by = {path: Provider("triton", path, precision=precision) for path in paths}
         # As "auto" calls dense where it does not wait for the kernels.
         waits = case.mode == EAGER and case.columns["tokens"] > WAITING
         if turns == "floor" and precision is None and not waits:
             by["dense"] = Provider("dense", "dense")
-        paths = {provider: path for path, provider in by.items() if path not in behind}
-        calls = bench(gpu, case.prepare, paths, turns)
-        times = {paths[provider]: call.columns[column] for provider, call in calls.items()}
+        calls = bench(gpu, case.prepare, by.values(), turns)
+        times = {path: calls[provider].columns[column] for path, provider in by.items()}
         shown = "  ".join(f"{path} {ms:.4f}" for path, ms in times.items())
         print(f"{case}  {case.mode:<8}  {shown}", flush=True)
         return times
@@ -78,8 +78,8 @@ def calibrate(
             times = timed(case, "calibration", "p50", behind)
             behind |= {path for path, ms in times.items() if ms > BEHIND * times["dense"]}
             points.append(Point(num_tokens, case.columns["active"], case.columns["union"], times))
-    for num_tokens in FLOOR_TOKENS:  # of a layer with hardly any activity
-        for situation in (EAGER, COMPILED) if num_tokens <= max(tokens) else ():
+    for num_tokens in [n for n in FLOOR_TOKENS if n <= max(tokens)]:
+        for situation in (EAGER, COMPILED):  # of a layer with hardly any activity
             case = Case.draw(gpu, (num_tokens, *sizes), 1, mode=situation, gated=gated)
             floors.append(Floor(situation, num_tokens, timed(case, "floor", "p20")))
         torch.compiler.reset()  # compiled anew for each path, up to a limit
@@ -176,9 +176,8 @@ def tune(
         counted[ffn] = _activity(ffn, rows), _activity(ffn, order.take(rows) if fits else rows)
 
     training = model.training
-    order = order_tokens(model) if may_order else nullcontext()
     try:
-        with order, hooked(ffns, count, before=True):
+        with order_tokens(model) if may_order else nullcontext(), hooked(ffns, count, before=True):
             model.eval()(**given)
     finally:
         model.train(training)

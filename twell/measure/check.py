@@ -90,20 +90,16 @@ class Exact:
         Gradients are of ReLU. fp8: whether tensor cores sum products of FP8 values (ReLU only).
         """
         steps = dy is not None
-        names = ("w_gate", "w_up", "w_down")
-        wide = {
-            n: w.detach().double() for n, w in zip(names, weights, strict=True) if w is not None
-        }
+        named = zip(("w_gate", "w_up", "w_down"), weights, strict=True)
+        wide = {n: w.detach().double().requires_grad_(steps) for n, w in named if w is not None}
         first = "w_gate" if "w_gate" in wide else "w_up"
         parts: dict[str, list[Tensor]] = {}
         sums = edges = 0.0
-        for weight in wide.values():
-            weight.requires_grad_(steps)
         for index, rows in enumerate(x.detach().split(CHUNK)):
-            rows, dtype = rows.double().requires_grad_(steps), x.dtype
+            rows = rows.double().requires_grad_(steps)
             with torch.set_grad_enabled(steps):
                 gate = rows @ wide[first].t()
-                active = act.gate(gate.detach().to(dtype)) != 0
+                active = act.gate(gate.detach().to(x.dtype)) != 0
                 u = rows @ wide["w_up"].t() if first == "w_gate" else torch.ones_like(gate)
                 h = act.of_gate(torch.where(active, gate, 0.0)) * act.of_up(u)
                 y, l1 = h @ wide["w_down"].t(), (h * u.sign()).sum(1)
@@ -160,7 +156,7 @@ class Exact:
         return max(errors.items(), key=lambda item: item[1])
 
     def limit(self, kind: str) -> float:
-        """Return the tolerance of a layer, a step or an FP8 layer, whose h is rounded too."""
+        """Return the tolerance of "layer", "step" or "FP8 layer"; it is larger for few entries."""
         few = " of few entries" if self.entries < FEW_ENTRIES else ""
         return self.slack * TOLERANCE[kind + few]
 
@@ -222,7 +218,7 @@ def exact_layer(layer: nn.Module, rows: Tensor, path: str | None = None) -> tupl
         return exact, trained_limit(exact, rows, weights)
     read = getattr(layer, "read", float8.quantize)
     exact = Exact.of(float8.wide(*read(rows)), weights, fp8=True)
-    return exact, exact.limit("FP8 layer") if in_fp8[2] else TOLERANCE["trained layer"]
+    return exact, (exact.limit("FP8 layer") if in_fp8[2] else TOLERANCE["trained layer"])
 
 
 @contextlib.contextmanager
@@ -238,7 +234,7 @@ def hooked(ffns: Iterable[nn.Module], hook: Callable, before: bool = False) -> I
 def check_layers(
     ffns: Iterable[nn.Module], run: Callable[[], object], what: str, allowed: float = 0.0
 ) -> float:
-    """Return the worst relative RMS of the layers' outputs on SAMPLE tokens of the pass `run`.
+    """Return the worst relative RMS of the layers' outputs in the pass `run`, on a sample of rows.
 
     Raises ArithmeticError, with the layer, above the tolerance and above `allowed`.
     """

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from twell.measure.check import BLOCK, Weights, hooked
+from twell.measure.check import Weights, hooked
 from twell.measure.rows import require
 from twell.models.llama import SparseLlamaForCausalLM
+from twell.sparse.calibration import BLOCK
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import summarize_activity
 
@@ -132,7 +133,7 @@ def bisect(too_low: Callable[[float], bool], low: float, high: float, steps: int
 
 def _threshold(draws: Tensor, spread: Tensor, active: float, liveliness: float) -> float:
     """Return the threshold that gives a mean of `active` neurons."""
-    # Of few tokens each counts as it is, of many their distribution.
+    # Few tokens: their own draws decide. Many: the distribution of the draws does.
     few = len(draws) <= DOCUMENT
     known = liveliness * draws if few else draws.new_zeros(1, 1)
     scale = math.sqrt(2 * (1.0 if few else 1 + liveliness**2))
@@ -273,10 +274,10 @@ def _set_threshold(weight: Tensor, rows: Tensor, mean: float, seed: int) -> None
 
 @torch.no_grad()
 def activity_of(model: SparseLlamaForCausalLM, tokens: Tensor, behind: int = 0) -> list[dict]:
-    """Return of each layer `summarize_activity` and the mean union of blocks.
+    """Return each layer's `summarize_activity` and mean union of blocks in a pass.
 
-    By one pass over `tokens` [B, S]. behind: count as decoding does behind so many tokens, one
-    token of each document at a time.
+    tokens: [B, S]. behind: count only the tokens after so many, as decoding does: one token of each
+    document at a time.
     """
     activity: list[dict] = []
 

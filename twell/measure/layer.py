@@ -2,7 +2,7 @@
 
 A provider's layer is a module: `DenseLayer` of nn.Linear projections, a `SparseFFN` whose backend
 and path are the provider's, or `ThirdPartyLayer`, whose error has no limit. In training, output, L1
-term and gradients are compared with fp64 before a step is timed, and all providers have one loss.
+term and gradients are compared with fp64 before a step is timed. All get the same dy and dl1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from twell.measure import runner
-from twell.measure.check import BLOCK, Exact, Weights, exact_layer
+from twell.measure.check import Exact, Weights, exact_layer
 from twell.measure.imposed import PATTERNS, permuted, synthetic_layer
 from twell.measure.providers import (
     AUTO,
@@ -39,14 +39,14 @@ from twell.measure.runner import MODES, Call, Gpu, bench, compiled, repeat
 from twell.models.quantize import quantize_
 from twell.sparse import float8
 from twell.sparse.activations import RELU, Activation, get_activation
-from twell.sparse.calibration import EAGER, Calibration
+from twell.sparse.calibration import BLOCK, Calibration
 from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
 from twell.sparse.observe import Collector
 from twell.sparse.projections import PROJECTIONS
 from twell.sparse.training import SparseTraining
 
-WEIGHT_SETS = 8  # of a graph: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
+WEIGHT_SETS = 8  # called in turn: eight sets of 2048 x 5632 are 550 MB, eleven caches of an H200
 FORWARD_TOKENS, BACKWARD_TOKENS = (131_072, 16_384, 2048, 64, 16, 1), (65_536, 16_384)
 GRAPH_TOKENS = 4096  # largest number of tokens whose default mode is "graph"
 DECODE_TOKENS = 1024  # largest number of tokens for which the path "decode" is timed
@@ -108,7 +108,7 @@ def ffn(
                 del case  # before the next one is drawn
                 torch.cuda.empty_cache()
             torch.compiler.reset()  # compiled anew for each number of tokens, up to a limit
-    return next(iter(rows.by_file.values()))
+    return rows.by_file[kind.files[0]]
 
 
 def default_mode(num_tokens: int) -> str:
@@ -230,9 +230,9 @@ class Case:
     """x, sets of weights with the same activity, the exact result and the columns, for `bench`.
 
     pattern: the column, to which another activation and biases (of zeros) are added. inputs: x,
-    w_gate, w_up and w_down (not gated: w_gate is w_up). auto: whether the sparse paths are left
-    out. calibration: of "auto" in bf16; None: the card's. Results are checked in the mode in which
-    they are timed. `allowed` is a relative RMS, where it is more than the tolerance.
+    w_gate, w_up and w_down; without a gate, w_gate serves as up. auto: of our paths time "auto"
+    alone. calibration: of "auto" in bf16; None: the card's. allowed: a relative RMS, where it is
+    more than the tolerance. Results are checked in the mode in which they are timed.
     """
 
     gpu: Gpu
@@ -268,8 +268,8 @@ class Case:
             "mode": self.mode,
             "weight_sets": 1 if self.mode == "stream" else self.weight_sets,
         }
-        numbers = range(1, self.columns["weight_sets"])
-        self.sets = [weights, *(permuted(weights, seed) for seed in numbers)]
+        seeds = range(1, self.columns["weight_sets"])
+        self.sets = [weights, *(permuted(weights, seed) for seed in seeds)]
 
     @classmethod
     def draw(
@@ -332,11 +332,12 @@ class Case:
         else:
             run, outputs = partial(repeat, calls, 1), [call() for call in calls]
         path = provider.path or provider.backend
-        if provider.backend == "auto":  # it plans for this card in its first call
-            path = layers[0].chooser.path(len(self.x), EAGER if mode == "stream" else mode)
+        if provider.backend == "auto":  # its first call, above, made the plan for this card
+            path = layers[0].chooser.path(len(self.x), "eager" if mode == "stream" else mode)
         exact, limit = self.exact, max(self.allowed, provider.allowed)
         if provider.in_fp8:
             exact, limit = exact_layer(layers[0], self.x, path)
+            # Sparse paths: the plain tolerance. A trained layer's is too wide for random weights.
             limit = max(limit, self.allowed) if path == "dense" else self.allowed
         error = max(exact.check(y, f"{provider} at {self}", limit) for y in outputs)
         columns = {"path": path, "relative_rms": significant(error, 3)}
@@ -360,7 +361,7 @@ class Case:
 
 
 class TrainingCase(Case):
-    """A pass forward and backward. In the mode "eager", "triton" is by the path "union"."""
+    """A pass forward and backward. In the mode "eager" the row "triton" takes the path "union"."""
 
     files, turns, weight_sets = ("training", "training_kernels"), "step", 1
 

@@ -88,8 +88,7 @@ def language_model(
     longest, text, levels = max(lengths, default=1), None, [None]
     if checkpoint is None:
         model, config = random_model(size, overrides, longest, gpu.device)
-        means = functools.partial(layer_means, profile, config.num_layers, size=size)
-        levels = [means(mean) for mean in active or [None]]
+        levels = [layer_means(profile, config.num_layers, mean, size) for mean in active or [None]]
     else:
         size, model, text = checkpoint
         check_model(size, model.config, longest)
@@ -183,10 +182,10 @@ def layer_rows(subject: Subject, ids: Tensor, case: dict, activity: Sequence[dic
     rows = []
 
     def visit(index: int, ffn: SparseFFN, inputs: tuple[Tensor, ...]) -> None:
-        x, weights = inputs[0].flatten(0, -2), (ffn.first.weight, ffn.up_proj.weight)
+        weights = ffn.first.weight, ffn.up_proj.weight, subject.by_neuron[index]
         options = {"gated": ffn.gated, "calibration": subject.calibrations[index]}
-        inputs = x, *weights, subject.by_neuron[index]
-        alone = Case(subject.gpu, f"layer {index}", inputs, **options)
+        x = inputs[0].flatten(0, -2)
+        alone = Case(subject.gpu, f"layer {index}", (x, *weights), **options)
         alone.allowed = check.trained_limit(alone.exact, alone.x, alone.sets[0])
         sparse = Provider("triton", ops.choose(len(alone.x)))
         calls = bench(subject.gpu, alone.prepare, [DENSE_COMPILED, sparse, AUTO])

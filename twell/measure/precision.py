@@ -46,11 +46,7 @@ def quality(
     sequences = [sequence for sequence in sequences if len(sequence) > 1]
     require(len(sequences) > 1, "the text has to have at least two sequences of two tokens")
     sparse = "triton" if float8.why_not(model.device) is None else "reference"
-    in_fp8 = [
-        Provider(backend, precision=precision)
-        for precision in (FP8, FP8_ALL)
-        for backend in ("dense", sparse)
-    ]
+    in_fp8 = [Provider(b, precision=p) for p in (FP8, FP8_ALL) for b in ("dense", sparse)]
     rows, linears = Rows(out, "quality"), Linears(model)
     predicted = np.array([len(sequence) - 1 for sequence in sequences])
     about = {"model": name, "parameters": num_weights(model), "source": source}
@@ -82,6 +78,6 @@ def _difference(prefix: str, difference: np.ndarray, predicted: np.ndarray) -> d
     """Return the columns of a paired difference in nats a token, with its 95% interval."""
     drawn = np.random.default_rng(0).integers(0, len(predicted), (DRAWS, len(predicted)))
     means = difference[drawn].sum(1) / predicted[drawn].sum(1)
-    ends = difference.sum() / predicted.sum(), *np.quantile(means, (0.025, 0.975))
+    values = difference.sum() / predicted.sum(), *np.quantile(means, (0.025, 0.975))
     names = (f"{prefix}{name}" for name in ("difference", "low", "high"))
-    return {name: round(float(end), 7) for name, end in zip(names, ends, strict=True)}
+    return {name: round(float(value), 7) for name, value in zip(names, values, strict=True)}

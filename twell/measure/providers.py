@@ -64,7 +64,7 @@ class Provider:
 
     @property
     def allowed(self) -> float:
-        """The relative RMS up to which a result is recorded: any of a third party's."""
+        """The relative RMS that is allowed beyond the tolerance: any, for a third party's layer."""
         return math.inf if self.third_party else 0.0
 
     def load(self) -> Callable:
@@ -114,7 +114,7 @@ def is_sparse(name: str) -> bool:
 
 
 def third_party(names: Sequence[str]) -> list[Provider]:
-    """Return the providers of third parties' layers. Raises ValueError for a name of nothing."""
+    """Return the providers of third parties' layers. Raises ValueError for a wrong name."""
     providers = [Provider(name) for name in names]
     for provider in providers:
         provider.load()
@@ -134,6 +134,5 @@ def model_providers(
     compiled: bool | None, tuned: bool = False, precisions: Sequence[str | None] = (None,)
 ) -> list[Provider]:
     """Return the providers of a whole model, by compilation; the first one is dense."""
-    ways = product(precisions, BACKENDS)
-    providers = [Provider(backend, precision=precision) for precision, backend in ways]
+    providers = [Provider(name, precision=kind) for kind, name in product(precisions, BACKENDS)]
     return by_compilation(providers, compiled, tuned)

@@ -87,9 +87,9 @@ def bench(
     Nothing is timed before all results were found correct. turns: a name of TURNS. An error of a
     third party's layer becomes a ValueError that names it.
 
-    The columns of a call become the check's; p20, p50 and p80 of ms a call; with a meter also
-    energy (mJ a call, idle power included) and watts. The order of a round is random, with a fixed
-    seed: under a power limit, a call that always followed the hottest one would look slow.
+    The columns of the check get p20, p50 and p80 of ms a call, and with a meter energy (mJ a call,
+    idle power included) and watts. The order of a round is random, with a fixed seed: under a power
+    limit, a call that always followed the hottest one would look slow.
     """
     how = TURNS[turns]
     calls = {}
@@ -129,9 +129,9 @@ def _take_turn(gpu: Gpu, call: Call, turns: Turns) -> None:
 
 
 def _energy(gpu: Gpu, call: Call, turns: Turns, ms: float) -> dict[str, float]:
-    """Return the columns energy and watts; runs of a median of `ms`.
+    """Return the columns energy and watts. ms: the median time of a run.
 
-    Long turns were metered while they were timed, so that both are of the same clocks.
+    Long turns were metered while they were timed, at the same clocks; others run again here.
     """
     if call.flush or turns.ms < ENERGY_MS / 2:
         call.enter()
@@ -192,10 +192,10 @@ class Gpu:
         warmup = max(1, int(budget / 4))
         return np.array(do_bench(run, warmup=warmup, rep=int(budget), return_mode="all"))
 
-    def replay_times(self, run: Run, number: int, lead: int = LEAD) -> np.ndarray:
-        """Return times in ms of `number` runs without gaps, after `lead` uncounted ones."""
+    def replay_times(self, run: Run, number: int) -> np.ndarray:
+        """Return times in ms of `number` runs without gaps, after LEAD uncounted ones."""
         events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
-        repeat([run], lead)
+        repeat([run], LEAD)
         for event in events[:-1]:
             event.record()
             run()

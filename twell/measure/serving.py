@@ -36,7 +36,7 @@ from twell.models.convert import ACTIVITY
 from twell.trace.texts import held_out, load_with_tokenizer
 
 LEVELS = {1: 8, 8: 48, 32: 128, 128: 384}  # requests at once, and in all
-ROUNDS, SEED, NEW_TOKENS, STARTING = 4, 0, 128, 900  # the last one in seconds
+ROUNDS, SEED, NEW_TOKENS, START_SECONDS = 4, 0, 128, 900
 SHORTEST, LONGEST, CONTEXT = 128, 1024, 2048  # tokens of prompts, and what a new model can read
 # The check: tokens of its prompts and answers, and what it allows as a share of the logits'
 # standard deviation: how much lower than the first choice a token is, errors of log-probabilities.
@@ -117,19 +117,18 @@ def serve(
             alone = [[row[:length]] for row, length in zip(tokens, CHECKED, strict=False)]
             for some in [*alone, tokens[:TOGETHER]]:
                 check_answers(f"{provider} of {size}", address, model, some)
-        turns = itertools.product(range(ROUNDS + 1), LEVELS.items())
-        for count, (at_once, requests) in turns:  # the first round warms up
+        for count, (at_once, requests) in itertools.product(range(ROUNDS + 1), LEVELS.items()):
             for provider, address in list(addresses.items())[:: -1 if count % 2 else 1]:
                 words = ["--tokenizer", str(folder), "--dataset-path", str(prompts)]
                 words += ["--num-prompts", str(requests), "--max-concurrency", str(at_once)]
                 result = bench([*BENCH.split(), *GREEDY.split(), *words, "--base-url", address])
-                if result["completed"] != requests:
-                    raise RuntimeError(f"vLLM finished {result['completed']} of {requests} requests")
+                if (completed := result["completed"]) != requests:
+                    raise RuntimeError(f"vLLM finished {completed} of {requests} requests")
                 row = case | {"provider": provider.name, "at_once": at_once, "requests": requests}
                 row |= {"round": count, "prompt_tokens": result["total_input_tokens"]}
                 times = [name for name in COLUMNS["serve"] if name not in row]
                 row |= {name: significant(result[name], 4) for name in times}
-                rows.add("serve", [row] if count else [])
+                rows.add("serve", [row] if count else [])  # the first round warms up
     return rows.by_file["serve"]
 
 
@@ -151,10 +150,10 @@ def create(
 
 @contextlib.contextmanager
 def server(command: list[str], log: Path, page: str = "/health") -> Iterator[Callable[[], str]]:
-    """Run a server while the context lasts; yield what waits for a page and returns its address."""
+    """Run a server inside the block; yield a function that waits for it and returns its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTING
+    address, end = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
     with log.open("w") as file:
         process = subprocess.Popen([*command, "--port", str(port)], stdout=file, stderr=file)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends it, as Ctrl-C does

@@ -28,7 +28,7 @@ from twell.measure.rows import require, significant
 from twell.measure.runner import Call, Gpu, Run, bench
 from twell.models.llama import SparseLlamaConfig, SparseLlamaForCausalLM
 from twell.models.quantize import QUANTIZED
-from twell.sparse import calibration as plan
+from twell.sparse import calibration
 from twell.sparse.float8 import Float8Linear
 from twell.sparse.layer import SparseFFN
 from twell.sparse.projections import PROJECTIONS
@@ -146,10 +146,10 @@ class Subject:
         self.linears.become(provider)
         if provider.third_party:
             return
-        for ffn, calibration in zip(self.model.ffns, self.calibrations, strict=True):
+        for ffn, of_bf16 in zip(self.model.ffns, self.calibrations, strict=True):
             if ffn.chooser.quantized != provider.in_fp8:
                 ffn.chooser.quantized = provider.in_fp8
-                ffn.calibration = None if provider.in_fp8 else calibration
+                ffn.calibration = None if provider.in_fp8 else of_bf16
         self.model.set_ffn_backend(provider.backend)
 
     def observe(self, ids: Tensor, activity: Sequence[dict]) -> dict:
@@ -159,7 +159,7 @@ class Subject:
         """
         tokens = ids.numel()
         for ffn, layer in zip(self.model.ffns, activity, strict=True):
-            ffn.observe(layer["mean"], layer["union"], min(tokens, check.BLOCK))
+            ffn.observe(layer["mean"], layer["union"], min(tokens, calibration.BLOCK))
         return self.columns | {
             "batch": ids.shape[0],
             "context": ids.shape[1],
@@ -177,8 +177,8 @@ class Subject:
             return provider.backend
         fixed = {"dense": "dense", "triton": ops.choose(tokens)}.get(provider.backend)
         # With many tokens, which are not captured, all situations have one plan.
-        situation = plan.COMPILED if provider.compiled else plan.EAGER
-        situation = plan.GRAPH if self.graphs else situation
+        situation = calibration.COMPILED if provider.compiled else calibration.EAGER
+        situation = calibration.GRAPH if self.graphs else situation
         paths = Counter(fixed or ffn.chooser.path(tokens, situation) for ffn in self.model.ffns)
         return ", ".join(f"{path} {number}" for path, number in sorted(paths.items()))
 
@@ -209,7 +209,7 @@ class Subject:
         dense: tuple[float, Tensor] | None = None  # error and result
 
         @functools.cache
-        def check_layers(eager: Provider) -> float:
+        def worst_layer(eager: Provider) -> float:
             self.become(eager)
             what = f"{eager.backend} {eager.precision or 'bf16'} of {title}"
             mlps = [layer.mlp for layer in self.model.model.layers]
@@ -217,7 +217,7 @@ class Subject:
 
         def prepare(provider: Provider) -> Call:
             nonlocal dense
-            layer_rms = check_layers(replace(provider, compilation=EAGER))
+            layer_rms = worst_layer(replace(provider, compilation=EAGER))
             self.become(provider)
             path = self.paths(provider, case["tokens"])
             result, run, columns = take(provider)

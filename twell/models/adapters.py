@@ -160,7 +160,7 @@ def sites(model: nn.Module) -> list[Site]:
                     raise ValueError(f"{unknown}; twell.register_adapter says what it computes")
                 continue
             if name in WRAPPED:
-                wrapper = f"a {type(module).__name__} is wrapped in a {type(owner).__name__}"
+                wrapper = f"a {kind.__name__} is wrapped in a {type(owner).__name__}"
                 raise ValueError(f"{wrapper}; sparsify before")
             if adapter.renamed and any(site.module is module for site in result):
                 continue  # several owners hold it
