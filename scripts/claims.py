@@ -11,11 +11,10 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Even*: all neurons equally "
-    "likely. *Skewed*: tokens share more neurons, so blocks use up to 20% fewer than in trained models, "
-    "in our favour.\n"
-    "The authors' release was [measured outside this repository]"
-    "(data/README.md#releasecsv) "
-    "on two days; the first day's value is in brackets.\n[More cases, and an H100]"
+    "likely. *Skewed*: tokens share more neurons, so blocks use up to 20% fewer than in trained "
+    "models, in our favour.\n"
+    "The authors' release was [measured outside this repository](data/README.md#releasecsv) on two "
+    "days; the first day's value is in brackets.\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
 )
 
@@ -62,8 +61,8 @@ def summary(table: pd.DataFrame, lines: list[dict]) -> str:
     for line in lines:
         some, joined = by_name.loc[line["claims"]], line["joined"]
         note, _, _ = some["note"].iloc[0].partition(";")
-        ours = some["ours"] + some["beyond"] + " " + some["interval"]
-        ours = joined.format(*ours.str.strip())
+        ours = (some["ours"] + some["beyond"] + " " + some["interval"]).str.strip()
+        ours = joined.format(*ours)
         printed = "–" if (some["paper"] == "–").all() else joined.format(*some["paper"])
         rows.append((line["what"], line["conditions"].format(note), printed, ours))
     names = "", "conditions", "paper (H100)", "ours (H200)"
@@ -94,11 +93,12 @@ def main() -> None:
     root = results.root()
     data = paper.Recorded(root)
     table = paper.table(data)
-    pages = {"docs/claims.md": claims_page(table, data.subjects)}
-    layer = sides(analysis.Bench(root / "data" / "bench", device="NVIDIA H200"))
-    pages |= {"README.md": f"{summary(table, data.readme)}\n\n{BY_ALGORITHM}\n\n{layer}"}
-    pages |= {"docs/report.md": f"{counts(table)}."}
-    for page, content in pages.items():
+    layer = sides(analysis.Bench(data.folder / "bench", device="NVIDIA H200"))
+    for page, content in (
+        ("docs/claims.md", claims_page(table, data.subjects)),
+        ("README.md", f"{summary(table, data.readme)}\n\n{BY_ALGORITHM}\n\n{layer}"),
+        ("docs/report.md", f"{counts(table)}."),
+    ):
         results.write_between(root / page, BEGIN, END, f"\n{content}\n\n")
 
 

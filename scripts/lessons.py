@@ -68,10 +68,8 @@ def table(text: str) -> str:
     text = re.sub(r"<style.*?</style>|</?(?:div|p|caption)\b[^>]*>|\s*\n\s*", "", text, flags=re.S)
     text = re.search(r"<table.*</table>", text, re.S)[0]
     text = re.sub(r"<(?!/?[a-z])", "&lt;", text)  # of a cell such as "<1 active"
-    plain = re.sub(
-        r"<(\w+)([^>]*)>", lambda tag: f"<{tag[1]}{''.join(SPAN.findall(tag[2]))}>", text
-    )
-    return re.sub(r"(<table>|</thead>|<tbody>|</tr>|<thead>)", r"\1\n", plain)
+    text = re.sub(r"<(\w+)([^>]*)>", lambda tag: f"<{tag[1]}{''.join(SPAN.findall(tag[2]))}>", text)
+    return re.sub(r"(<table>|</thead>|<tbody>|</tr>|<thead>)", r"\1\n", text)
 
 
 def fenced(text: str, language: str) -> str:

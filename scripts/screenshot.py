@@ -1,4 +1,4 @@
-"""Draw figures/inspector.png, a question of docs/inspector.md: python -m scripts.screenshot MODEL"""
+"""Draw figures/inspector.png for docs/inspector.md: python -m scripts.screenshot MODEL"""
 
 import io
 import sys

@@ -12,7 +12,7 @@ import lzma
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ PROMPTS = dict.fromkeys(
     ("arc_easy", "arc_challenge", "piqa", "commonsense_qa_cloze"), "Question: {}\nAnswer:"
 )
 TASKS = [*PROMPTS, "hellaswag", "openbookqa", "winogrande", "commonsense_qa"]
-CONTINUATIONS = 400, 32, 8  # items and words, as the task held_out_continuation
+CONTINUATIONS = 400, 32, 8  # items, and words of query and choice, as held_out_continuation
 LAST_WORDS = 1000, 48
 BATCH_TOKENS = 2**15
 
@@ -44,8 +44,8 @@ def task_files(folder: Path) -> dict[str, Path]:
     return {name: files[0] for name, files in found.items() if files}
 
 
-def questions(run: Path, files: dict[str, Path]) -> Iterator[tuple[str, dict]]:
-    """Yield the items of the run's held-out text and of `task_files`, with the task's name."""
+def questions(run: Path, files: dict[str, Path]) -> list[tuple[str, dict]]:
+    """Return the items of the run's held-out text and of `task_files`, with the task's name."""
     source = TrainConfig.load(run / "config.yaml").valid_source
     texts = list(corpus.documents(source)) if source else []
     asked = {
@@ -54,13 +54,12 @@ def questions(run: Path, files: dict[str, Path]) -> Iterator[tuple[str, dict]]:
     }
     for name, file in files.items():
         lines = filter(bytes.strip, file.read_bytes().splitlines())  # text has more line ends
-        asked[name] = [put(name, json.loads(line)) for line in lines]
-    for name, items in asked.items():
-        yield from ((name, item) for item in items)
+        asked[name] = [lm_eval_item(name, json.loads(line)) for line in lines]
+    return [(name, item) for name, items in asked.items() for item in items]
 
 
-def put(task: str, item: dict) -> dict:
-    """Return an item as lm-eval puts it. Of WinoGrande each choice has a query of its own."""
+def lm_eval_item(task: str, item: dict) -> dict:
+    """Return an item as lm-eval asks it. Of WinoGrande each choice has a query of its own."""
     query, choices = item["query"], item["choices"]
     if task == "winogrande":
         before, _, after = query.partition("_")
@@ -152,7 +151,7 @@ def main() -> None:
     command = shlex.join(["python", "-m", "study.keep", *sys.argv[1:]])
     given.out.joinpath("traces").mkdir(parents=True, exist_ok=True)
     files = task_files(given.tasks) if given.tasks else {}
-    asked = list(questions(given.run, files))
+    asked = questions(given.run, files)
     tasks = ", ".join(dict.fromkeys(name for name, _ in asked)) or "none"
     print(f"tasks: {tasks}; {len(asked):,} items", flush=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -122,9 +122,9 @@ def judge(reproduced: bool, not_testable: bool = False, in_part: bool = False) -
 
 def close(value: float, paper: float, limit: float) -> str:
     """Return the verdict on a change of a known size; limit is that of our interval."""
-    near = abs(value - paper) <= max(limit, NEAR * abs(paper))
-    same, none = value * paper > 0, abs(value) <= limit
-    return judge(near and not none, none and abs(value - paper) <= limit, same and not none)
+    distance, same_sign, noise = abs(value - paper), value * paper > 0, abs(value) <= limit
+    near = distance <= max(limit, NEAR * abs(paper))
+    return judge(near and not noise, noise and distance <= limit, same_sign and not noise)
 
 
 def no_change(value: float, limit: float, margin: float = MARGIN) -> str:
@@ -198,7 +198,7 @@ def sweep(data: Recorded) -> Iterator[Row]:
     yield row("relu_alone", text, verdict, f"{dense.share_limit:.1f}%", dense.runs)
     inactive = 100 - best.share
     least = inactive - best.share_limit
-    verdict, note = judge(least > 99, False, least >= 95), f"{best.active:.1f} active"
+    verdict, note = judge(least > 99, in_part=least >= 95), f"{best.active:.1f} active"
     yield row("inactive", f"{inactive:.2f}%", verdict, f"{best.share_limit:.2f}", best.runs, note)
     fall = dense.active / best.active
     limit = fall * np.expm1(noise_limit(seeds, ACTIVE, dense.runs, best.runs))
@@ -245,7 +245,7 @@ def sweep(data: Recorded) -> Iterator[Row]:
     curves = curves[curves["l1_coefficient"] == LEVEL]
     shares = [100 * analysis.settles_after(curve) for _, curve in curves.groupby("run")]
     text = f"{ends(shares, '.0f')}% of {curves['step'].max():,} steps"
-    verdict = judge(max(shares) <= 10, False, max(shares) < 50)
+    verdict = judge(max(shares) <= 10, in_part=max(shares) < 50)
     yield row("settles", text, verdict, seeds=len(shares))
     verdict = more_than(30, best.dead, best.dead_limit)
     yield row("dead", f"{best.dead:.0f}%", verdict, f"{best.dead_limit:.0f}", best.runs)
@@ -268,8 +268,8 @@ def choices(data: Recorded) -> Iterator[Row]:
         share, limit = 100 * dead.value, 100 * noise_limit(table, DEAD, dead.runs, np.inf)
         without = 100 * dead.other
         least = without - 100 * noise_limit(table, DEAD, dead.other_runs, np.inf)
-        high = share + limit
-        verdict = judge(least > 1 and high <= 1, without <= 1, high < least)
+        most = share + limit
+        verdict = judge(least > 1 and most <= 1, without <= 1, most < least)
         text = f"{share:{spec}} instead of {without:.0f}% dead"
         yield row(f"{name}_dead", text, verdict, f"{limit:{spec}}", dead.runs)
         yield difference(f"{name}_price", price, at_most(MARGIN, price.difference, price.limit))
@@ -278,9 +278,9 @@ def choices(data: Recorded) -> Iterator[Row]:
             text = f"{width * active.value:.1f} instead of {width * active.other:.1f} active"
             note = f"{active.difference:+.0f} ± {active.limit:.0f}% at the same coefficient"
             printed = {"source": "Table 5", "metric": "avg_nonzeros"}
-            without = data.printed(**printed, training_modification="none", l1=2e-5)
+            recipe = data.printed(**printed, training_modification="none", l1=2e-5)
             warmed = data.printed(**printed, training_modification="sparsity_warmup")
-            paper = percent(warmed / without)
+            paper = percent(warmed / recipe)
             verdict = close(active.difference, paper, active.limit)
             yield row("warmup_activity", text, verdict, seeds=active.runs, note=note)
         else:
@@ -368,7 +368,7 @@ def training(data: Recorded) -> Iterator[Row]:
 def shared(name: str, data: Recorded, finding: str) -> Row:
     """Return the row of a finding that has to hold in every model at LEVEL, seeds among them.
 
-    Of overflowing tiles and first tokens: in every traced model.
+    no_overflow and first_is_most have to hold in every traced model.
     """
     groups = analysis.groups(data.findings, SETTING, AT_LEVEL)
     counts = {of: analysis.shared(some).set_index("finding") for of, some in groups.items()}
@@ -390,19 +390,17 @@ def layers(data: Recorded) -> Iterator[Row]:
     def peaks(level: str, number: int) -> list[list[int]]:
         """Return the layers of most activity and the last one, a list a seed."""
         runs, log = data.runs(f"85m-50m-l1-{level}-seed-*")
-        means = [
-            logged_layers(log[log["run"] == run], 2112)["mean"].reset_index(drop=True)
-            for run in runs["run"]
-        ]
+        means = [logged_layers(log[log["run"] == run], 2112)["mean"] for run in runs["run"]]
         return [[*sorted(mean.nlargest(number).index), len(mean) - 1] for mean in means]
 
     def early(layer: int, last: int, paper: int) -> bool:
         return abs(layer / last - paper / LAST) < analysis.PEAK_WITHIN
 
     dense, sparsest = peaks("0", 1), peaks("5e-3", 2)
+    at_end = [two == last and early(one, last, 2) for one, two, last in sparsest]
     for name, found, holds in (
         ("peak_dense", dense, [early(peak, last, 13) for peak, last in dense]),
-        ("peaks_sparsest", sparsest, [two == last and early(one, last, 2) for one, two, last in sparsest]),
+        ("peaks_sparsest", sparsest, at_end),
     ):
         text = "; ".join(" and ".join(map(str, layers)) for *layers, _ in found)
         verdict = "reproduced" if all(holds) else "differs at this size"
@@ -450,10 +448,8 @@ def tasks(data: Recorded) -> Iterator[Row]:
     verdict = judge(not analysis.below(-over, NEAR_CHANCE * lettered["stderr"]).any())
     yield row("lettered", f"{ends(100 * lettered['accuracy'], '.1f')}%", verdict)
 
-    every = pd.Series(sorted(data.answers["run"].unique()))
-    sides = (
-        every[analysis.fits(every, f"85m-100m-l1-{l1}-seed-*")].tolist() for l1 in ("0", "6e-4")
-    )
+    every, named = pd.Series(sorted(data.answers["run"].unique())), "85m-100m-l1-{}-seed-*".format
+    sides = (every[analysis.fits(every, named(level))].tolist() for level in ("0", "6e-4"))
     table = analysis.paired_runs(data.answers, *sides).query("above_chance")
     lost, seeds = (table["verdict"] == "less").sum(), table[["runs", "dense_runs"]].min().min()
     settled = seeds > 2 and not (table["verdict"] == "one seed").any()
@@ -483,7 +479,7 @@ def pretrained(data: Recorded) -> Iterator[Row]:
     note += "{low:+.1f} to {high:+.1f}; ReLU alone has ".format(**sparsest)
     note += f"{alone['share'].iloc[0]:.0f}% active and "
     note += " and ".join(alone["difference"].map("{:+.1f}".format)) + " points over the original"
-    verdict = judge(worse == 0, False, worse < len(beside) / 2)
+    verdict = judge(worse == 0, in_part=worse < len(beside) / 2)
     yield row("students_lost", text, verdict, note=note)
 
 
@@ -549,13 +545,9 @@ def formats(data: Recorded) -> Iterator[Row]:
 
 # --- the table ------------------------------------------------------------------------------------
 
-SUBJECTS = {
-    one.__name__: one
-    for one in (
-        *(sweep, choices, sizes, layers, tokens, neurons, tasks, pretrained, training, steps),
-        *(models, layer_speed, formats),
-    )
-}
+_FUNCTIONS = [sweep, choices, sizes, layers, tokens, neurons, tasks, pretrained, training, steps]
+_FUNCTIONS += [models, layer_speed, formats]
+SUBJECTS = {function.__name__: function for function in _FUNCTIONS}
 
 
 def table(data: Recorded) -> pd.DataFrame:
@@ -576,13 +568,12 @@ def table(data: Recorded) -> pd.DataFrame:
             one = ours[claim["name"]]
             if "nan" in f"{one['ours']} {one['beyond']} {one['interval']} {one['note']}":
                 raise ValueError(f"{claim['name']} has no number: {one}")
-            own = {"subject": subject, "paper": "–", "source": ""}
-            own |= {"evidence": about["evidence"], "command": about["command"]} | claim | one
-            own["note"] = "; ".join(filter(None, [one["note"], claim.get("note", "")]))
-            rows.append(own)
+            note = "; ".join(filter(None, [one["note"], claim.get("note", "")]))
+            defaults = about | {"subject": subject, "paper": "–", "source": ""}
+            rows.append(defaults | claim | one | {"note": note})
     table = pd.DataFrame(rows, columns=COLUMNS)
-    signed = table[["ours", "beyond", "interval", "note"]].replace(r"(^|[ (])-(?=\d)", r"\1−", regex=True)
-    return table.assign(**signed)
+    signed = table[["ours", "beyond", "interval", "note"]]
+    return table.assign(**signed.replace(r"(^|[ (])-(?=\d)", r"\1−", regex=True))
 
 
 def section(table: pd.DataFrame, *subjects: str) -> pd.DataFrame:

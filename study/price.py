@@ -17,15 +17,13 @@ import pandas as pd
 import scipy.stats
 import yaml
 
-from study.analysis import holm
+from study.analysis import holm, level_name
 from twell import corpus, results
 from twell.config import TrainConfig, cache_folder
 from twell.measure import providers
 
 PLAN = yaml.safe_load(Path(__file__).with_name("price.yaml").read_text(encoding="utf-8"))
-PAIR = ["size", "text", "l1_coefficient", "tokens"]
-MODEL = ["model", "intermediate_size"]
-TIMED_AS = {"model": {"0.5b": "445m"}}  # the package's configuration, with the plan's vocabulary
+TIMED_AS = {"model": {"0.5b": "445m"}}  # "0.5b" was timed with the plan's vocabulary
 DENSE = providers.DENSE_COMPILED.name
 SPARSE = providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name
 
@@ -69,8 +67,8 @@ def evaluate_run(run: Path, folder: Path) -> list[dict]:
             row = {"run": run.name, "size": run.name.split("-")[1], "seed": config.seed}
             row |= {"l1_coefficient": config.l1_coefficient, "tokens": end * config.batch_tokens}
             row |= {"text": text, "cross_entropy": round(result["cross_entropy"], 5)}
-            active = np.mean([layer["mean"] for layer in result["layers"]])
-            rows.append(row | {"active": round(float(active), 2), "neurons": config.intermediate_size})
+            active = round(float(np.mean([layer["mean"] for layer in result["layers"]])), 2)
+            rows.append(row | {"active": active, "neurons": config.intermediate_size})
     return rows
 
 
@@ -98,17 +96,17 @@ def interval(values: pd.Series) -> tuple[float, float, float]:
 
 
 def prices(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return price, low, high (%) and active neurons by size, text, level and tokens.
+    """Return price, low, high (%), seeds, active neurons and their share, and parameters.
 
-    parameters: of the size, with its embedding.
+    A row is a size, text, level and number of tokens.
     """
-    table = []
-    for key, some in pairs(rows).groupby(PAIR):
-        row = dict(zip([*PAIR, "price", "low", "high"], [*key, *interval(some["price"])], strict=True))
-        share = (some["active"] / some["neurons"]).mean()
-        row |= {"parameters": parameters(key[0]), "seeds": len(some)}
-        table.append(row | {"active": some["active"].mean(), "share": share})
-    return pd.DataFrame(table)
+    table, case = [], ["size", "text", "l1_coefficient", "tokens"]
+    for key, some in pairs(rows).groupby(case):
+        active, share = some["active"].mean(), (some["active"] / some["neurons"]).mean()
+        table.append((*key, *interval(some["price"]), len(some), active, share))
+    columns = [*case, "price", "low", "high", "seeds", "active", "share"]
+    table = pd.DataFrame(table, columns=columns)
+    return table.assign(parameters=table["size"].map(parameters))
 
 
 def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.DataFrame:
@@ -127,8 +125,8 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
         table.append(row | {"small": bool(interval(by_seed.iloc[:, -1])[2] < PLAN["margin"])})
     table = pd.DataFrame(table)
     # Sizes that are not trained yet are part of the family.
-    planned = [runs for levels in PLAN["levels"].values() for runs in levels.items()]
-    planned = sum(float(key) == level and len(seeds) >= PLAN["pairs"] for key, seeds in planned)
+    seeds = [levels.get(level_name(level), ()) for levels in PLAN["levels"].values()]
+    planned = sum(len(some) >= PLAN["pairs"] for some in seeds)
     p = table["p"].reindex(range(max(planned, len(table)))).fillna(1)
     significant = holm(p)[: len(table)] < 1 - PLAN["confidence"]
     flat = (table["low"] > -PLAN["flat"]) & (table["high"] < PLAN["flat"])
@@ -150,7 +148,8 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
     """
     some = rows[rows["text"] == text].rename(columns={"neurons": "intermediate_size"})
     end = some.loc[some.groupby("run")["tokens"].idxmax()]
-    index = [*MODEL, "sparse", "l1_coefficient"]
+    kind = ["model", "intermediate_size", "sparse"]
+    index = [*kind, "l1_coefficient"]
     end = end.assign(sparse=end["l1_coefficient"] > 0, parameters=end["size"].map(parameters))
     end["model"] = end["size"].str.split(".").str[0]
     active = end.groupby(index, as_index=False)["active"].mean()
@@ -158,7 +157,7 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
     timed = timed[timed["provider"].isin([DENSE, *SPARSE])]
     timed = timed.assign(nanoseconds=1e6 * timed["p50"] / timed["tokens"]).replace(TIMED_AS)
     timed["sparse"] = timed["provider"] != DENSE
-    timed = active.merge(timed, on=[*MODEL, "sparse"], suffixes=("", "_timed"))
+    timed = active.merge(timed, on=kind, suffixes=("", "_timed"))
     enough = timed["active_timed"] >= timed["active"] * (1 - PLAN["alike"] / 100)
     timed = timed[enough | ~timed["sparse"]].sort_values(["active_timed", "nanoseconds"])
     timed = timed.groupby(["use", *index], as_index=False)["nanoseconds"].first()
@@ -168,8 +167,8 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
     for _, some in end.groupby(["use", "model"]):
         losses = some.pivot(index=index, columns="seed", values="cross_entropy")
         shared = losses[losses.count(axis=1) > 1].dropna(axis=1).columns
-        table = losses.add_prefix("seed ").assign(cross_entropy=losses[shared].mean(axis=1))
-        table = table.reset_index()
+        means = losses[shared].mean(axis=1)
+        table = losses.add_prefix("seed ").assign(cross_entropy=means).reset_index()
         sparse, dense = table[table["sparse"]], table[~table["sparse"]]
         if sparse.empty or dense.empty or table["intermediate_size"].nunique() < 2:
             continue

@@ -34,8 +34,8 @@ FFN, MODEL = "twell measure ffn", "twell measure model 2b --compile"
 STEP = "twell measure train-step {} --spread paper --compile --out {{out}}/bench/trained".format
 SIZE = "--hidden-size {} --intermediate-size {}".format
 GRID = "--tokens 1,8,64,512,2048,16384,65536,131072 --active 17,56,225,563,2816"
-FEWEST, FEW = "1,2,4,8,16", "32,64,96,128,192,256,512,1024,2048"
-SOME, OPT = "--tokens 65536,2048,64,1", "--tokens 65536,2048,64,1 --non-gated --bias"
+FEW = "1,2,4,8,16,32,64,96,128,192,256,512,1024,2048"
+SOME = "--tokens 65536,2048,64,1"
 # The calibrations that ship; "auto" goes by them in the parts that follow.
 CALIBRATE = "twell measure calibrate{} --out twell/sparse/default_calibration{}.json".format
 FUZZ = "tests.fuzz --cases {} --seed {} --jobs {{jobs}}{}".format
@@ -52,14 +52,14 @@ MEASURED: dict[str, list[str]] = {
     "layer": [f"{FFN} --tokens 131072,16384"],
     "large-layer": [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"],
     "busy-layer": [f"{FFN} --tokens 131072 --active 100"],
-    "tokens": [f"{FFN} --tokens {FEWEST},{FEW},4096,8192,32768,65536"],
+    "tokens": [f"{FFN} --tokens {FEW},4096,8192,32768,65536"],
     "auto": [f"{FFN} --auto {GRID} --provider study.untuned:layer --out {{out}}/bench/auto"],
     "activity": [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"],
     "backward": [f"{FFN} --backward --tokens 16384 --active 3,10,29,100,200 --pattern skewed,even"],
     "steps": [f"{FFN} --backward --mode eager --tokens 16384,4096 --active 10,29"],
     "opt": [
-        f"{FFN} {OPT} {SIZE(2048, 8192)} --active 328,164",
-        f"{FFN} {OPT} {SIZE(4096, 16384)} --active 655,328",
+        f"{FFN} {SOME} --non-gated --bias {SIZE(2048, 8192)} --active 328,164",
+        f"{FFN} {SOME} --non-gated --bias {SIZE(4096, 16384)} --active 655,328",
     ],
     "relu2": [f"{FFN} {SOME} --non-gated --activation relu2 {SIZE(3072, 9216)} --active 369,184"],
     "drelu": [f"{FFN} {SOME} --activation drelu {SIZE(4096, 14336)} --active 1434,573,287"],
@@ -98,7 +98,7 @@ def training(name: str) -> list[str]:
     if kind == "relufy":
         config = yaml.safe_load((RECORDED / base / "config.yaml").read_text(encoding="utf-8"))
         if config.get("fit_tokens") or config.get("sampled_share"):
-            raise ValueError(f"{base} has a fit or samples, which twell has no more; see its commit")
+            raise ValueError(f"{base} has a fit or samples, which twell dropped; see its commit")
         subject = "{model}"
         fields.pop("fit_tokens", None)
         if "tokens" in new:  # stages and rows of the log in proportion
@@ -118,8 +118,8 @@ def training(name: str) -> list[str]:
 # Of recorded runs no weights are kept: these are trained again before their quality is measured.
 LEVELS = [f"85m-50m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
 MEASURED["quality"] = [training(run)[0] for run in LEVELS]
-MODELS = "data/checkpoints/twell-6m", *map("{{out}}/runs/{}".format, LEVELS)
-MEASURED["quality"] += map(QUALITY, MODELS)
+MEASURED["quality"] += [QUALITY("data/checkpoints/twell-6m")]
+MEASURED["quality"] += [QUALITY(f"{{out}}/runs/{run}") for run in LEVELS]
 
 
 def commands_of(name: str) -> list[str]:
@@ -166,8 +166,8 @@ def run(name: str, gpus: str, given: argparse.Namespace) -> bool:
             code = process.wait()
     if not code:
         done.touch()
-    seconds = time.monotonic() - start
-    print(f"{name:14} GPU {gpus}  {seconds:5.0f} s  exit {code}, {log}", flush=True)
+    taken = time.monotonic() - start
+    print(f"{name:14} GPU {gpus}  {taken:5.0f} s  exit {code}, {log}", flush=True)
     return not code
 
 
@@ -209,7 +209,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="end by then")
     parser.add_argument("--gpus", type=lambda text: text.split(","), default=["0"])
     given = parser.parse_args()
-    known = [*MEASURED, *price.parts(), *sorted(path.parent.name for path in RECORDED.glob("*/config.yaml"))]
+    recorded = sorted(path.parent.name for path in RECORDED.glob("*/config.yaml"))
+    known = [*MEASURED, *price.parts(), *recorded]
     if not given.parts:
         for name in MEASURED:
             print(f"{name}:", *commands_of(name), sep="\n    python -m ")

@@ -140,6 +140,8 @@ def tells_apart(aggregate: Aggregate, pattern: str = r"\d") -> pd.DataFrame:
 
     Over the tokens around the neuron's own examples, as the inspector's search.
     """
+    if not aggregate.near.shape[-1]:
+        raise ValueError("this aggregate has no text around its examples; `twell trace --aggregate` has")
     token, h, first = around_examples(aggregate)
     texts = [re.sub("<0x[0-9A-F]{2}>", "", text) for text in aggregate.strings]  # no bytes
     fits = np.array([bool(re.search(pattern, text)) for text in texts])
@@ -188,9 +190,8 @@ def together(trace: Trace, layer: int, min_fires: int = 8, top: int = 100) -> pd
     rows = np.flatnonzero(trace.position > 0)
     entries = active_entries(trace, layer, rows)
     table = correlated_pairs(entries, entries, (min_fires, min_fires))
-    table = table[table["i"] < table["j"]].assign(layer=layer)
     names = {"i": "neuron", "j": "other", "n_i": "fires", "n_j": "other_fires"}
-    table = table.rename(columns=names)
+    table = table[table["i"] < table["j"]].assign(layer=layer).rename(columns=names)
     table["expected"] = table["fires"] * table["other_fires"] / max(len(rows), 1)
     table = table.sort_values(["phi", "neuron", "other"], ascending=[False, True, True])
     columns = "layer neuron other fires other_fires both expected phi".split()

@@ -30,22 +30,21 @@ def format_cells(dense: np.ndarray, tile_n: int, compression: int, ell_width: in
             cells += [("count", count), *used, *[("unused", -1)] * (len(tile) - count)]
         return cells
 
-    def ell_rows(ell: ELL) -> list[list[tuple[str, int]]]:
-        rows = zip(ell.indices[:, None], ell.counts[:, None], strict=True)
-        return [packed_row(*row) for row in rows]
+    def packed_rows(indices: torch.Tensor, counts: torch.Tensor) -> list[list[tuple[str, int]]]:
+        return [packed_row(*row) for row in zip(indices, counts, strict=True)]
 
     everyone, slots = list(range(len(dense))), hybrid.slot.tolist()
-    tiles = [packed_row(*row) for row in zip(twell.indices, twell.counts, strict=True)]
     overflow = [dense_row(row) for row in twell.overflow_values]
     fits = [token for token in everyone if slots[token] >= 0]
     backed_up = [token for token in everyone if slots[token] < 0]
+    compact = packed_rows(hybrid.ell.indices[:, None], hybrid.ell.counts[:, None])
     backup = [dense_row(hybrid.backup[~slots[token]]) for token in backed_up]
     parts = [
         ("Dense", "all rows", everyone, [dense_row(row) for row in matrix]),
-        ("ELL", "all rows", everyone, ell_rows(ell)),
-        ("TwELL", "all rows", everyone, tiles),
+        ("ELL", "all rows", everyone, packed_rows(ell.indices[:, None], ell.counts[:, None])),
+        ("TwELL", "all rows", everyone, packed_rows(twell.indices, twell.counts)),
         ("TwELL", "overflow rows", twell.overflow_rows.tolist(), overflow),
-        ("Hybrid", "ELL rows", fits, ell_rows(hybrid.ell)),
+        ("Hybrid", "ELL rows", fits, compact),
         ("Hybrid", "backup rows", backed_up, backup),
     ]
     rows = [

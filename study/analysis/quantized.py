@@ -1,7 +1,7 @@
 """FP8 beside bf16: the fastest dense and the fastest sparse layer of each case, and the quality.
 
 A *side* is dense or sparse, in bf16 or FP8. Dense is under torch.compile, and in FP8 the fastest of
-several (`measure.float8`), our dense path too; sparse is our fastest other path, never "auto".
+several, among them our dense path. Sparse is our fastest other path, never "auto".
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ _PRECISIONS = {
 
 
 def side_of(name: str) -> str:
-    """Return the side of a layer's or compiled model's provider, such as "dense FP8"; else empty."""
+    """Return the side of a layer's or compiled model's provider, such as "dense FP8"; else ""."""
     provider = Provider.parse(name)
     ours = provider.sparse_path and provider.compilation == providers.EAGER
     ours |= provider == replace(providers.TRITON_COMPILED, precision=provider.precision)

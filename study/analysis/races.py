@@ -4,10 +4,9 @@ import numpy as np
 import pandas as pd
 import scipy.interpolate
 
-from study.analysis.runs import check_alike
+from study.analysis.runs import MAY_DIFFER, check_alike
 
 _END = 0.05  # the share of training, its last, whose cross-entropy stands for the training text
-RACED = {"backend", "l1_coefficient"}  # fields in which two trainings of a race may differ
 
 
 def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
@@ -17,12 +16,9 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     training text at the end. Raises ValueError when runs differ in more than backend and level.
     """
     columns = ["run", "backend", "tokens", "seconds", "cross_entropy", "train_last"]
-    runs = runs[runs["complete"].astype(bool)] if len(runs) else runs
-    tables = []
-    if len(runs):
-        computed = "run path complete versions commit command parameters micro_batch compile"
-        computed += " log_every valid_every checkpoint_every"
-        check_alike(runs, [*RACED, *computed.split()], "a race is of one model, text and device")
+    runs, tables = runs[runs["complete"]], []
+    may_differ = {*MAY_DIFFER} - {"device", "seed", "checkpoint_activations"}
+    check_alike(runs, may_differ, "a race is of one model, text and device")
     for run in runs.to_dict("records"):
         rows = log[log["run"] == run["run"]]
         speed = rows[(rows["split"] == "train") & (rows["metric"] == "tokens_per_second")]
@@ -34,7 +30,7 @@ def race(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
         losses = rows[(rows["split"] == "train") & (rows["metric"] == "cross_entropy")]
         at_end = losses["tokens"] > (1 - _END) * losses["tokens"].max()
         table["train_last"] = losses.loc[at_end, "value"].mean()
-        tables.append(table.assign(**{name: run[name] for name in columns[:2]})[columns])
+        tables.append(table.assign(run=run["run"], backend=run["backend"])[columns])
     tables.sort(key=lambda table: -table["seconds"].max())
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
 

@@ -8,18 +8,18 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from study.analysis.runs import check_alike
+from study.analysis.runs import MAY_DIFFER, check_alike
 from study.analysis.tasks import DRAWS, answer_records, paired_records
 from study.analysis.variants import below
 from twell.measure import providers
 from twell.tables import last_validation, level_name
 
-# Fields that tell such runs apart; all else has to be alike.
 _LEVEL = ["active_share", "l1_coefficient", "threshold", "sampled_share", "sampled_chat"]
 _LEVEL += ["hidden_weight"]
-ASKED = [*_LEVEL, "fit_tokens", "learning_rate", "tokens", "seed", "sampled_tokens", "samples"]
-_SCHEDULE = ["l1_zero_steps", "l1_stage_steps", "log_every", "valid_every", "checkpoint_every"]
-_COMPUTED = "run path complete device versions commit command compile micro_batch".split()
+# Fields in which such runs may differ: those of a sweep, and what was asked for.
+_MAY_DIFFER = {*MAY_DIFFER} - {"parameters", "backend", "checkpoint_activations"}
+_MAY_DIFFER |= {*_LEVEL, "fit_tokens", "learning_rate", "tokens", "sampled_tokens", "samples"}
+_MAY_DIFFER |= {"warmup_steps", "l1_zero_steps", "l1_stage_steps"}
 # Runs of one pretrained model, without worse learning rates and a lighter first L1.
 STUDENTS = "relufy-* again-* fitted-* hidden-* unfitted-* rate-5e-4-*"
 MANY_TOKENS = 16_384  # tokens of a call, above which a layer's speed hardly depends on them
@@ -36,9 +36,8 @@ def relufied_runs(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     """
     complete = _complete(runs)
     means = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
-    table = complete[["level", "name", "tokens", "threshold"]].assign(
-        wanted=complete["active_share"]
-    )
+    table = complete[["level", "name", "tokens", "threshold", "active_share"]]
+    table = table.rename(columns={"active_share": "wanted"})
     table["active_fraction"] = means["active_mean"] / complete["intermediate_size"]
     metrics = ["kl", "cross_entropy", "cross_entropy_teacher", "dead_fraction"]
     table = table.join(means.reindex(columns=metrics))
@@ -63,7 +62,7 @@ def relufied_pairs(runs: pd.DataFrame, items: pd.DataFrame) -> pd.DataFrame:
     Columns: run, name, reference, beside (its answers' name) and those of `paired_records`.
     """
     complete, parts = _complete(runs), []
-    records = answer_records(items.reindex(columns=["run", "task", "correct"]))
+    records = answer_records(items)
     plain = complete[complete["level"] == WITHOUT_L1]
     alone = dict(zip(plain["tokens"], plain.index, strict=True))
     originals = {name.rpartition("-original-")[2]: name for name in records}
@@ -121,12 +120,12 @@ def relufied_budgets(table: pd.DataFrame, pairs: pd.DataFrame) -> pd.DataFrame:
     """
     several = table[table.groupby("level")["tokens"].transform("nunique") > 1]
     several = several.sort_values(["wanted", "level", "tokens"], ignore_index=True)
-    over = _beside_original(pairs)[["difference", "low", "high"]].astype(float)
+    over = beside_original(pairs)[["difference", "low", "high"]].astype(float)
     return several.join(over, on="run")
 
 
-def _beside_original(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the mean over tasks, by run."""
+def beside_original(pairs: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of `relufied_pairs` of the mean over tasks and the original, by run."""
     return pairs[(pairs["task"] == "mean") & (pairs["reference"] == ORIGINAL)].set_index("run")
 
 
@@ -140,7 +139,7 @@ def relufied_frontier(
     original, with low and high: the 95% interval of bootstrap samples of items and students. Raises
     ValueError for fewer than three students.
     """
-    over = _beside_original(pairs)[["difference", "beside"]].dropna()
+    over = beside_original(pairs)[["difference", "beside"]].dropna()
     answered = table.set_index("run").join(over, how="inner")
     if len(answered) < 3:
         raise ValueError(f"{len(answered)} students have answers; a line needs 3 at least")
@@ -164,14 +163,12 @@ def _differences(beside: pd.Series, items: pd.DataFrame, random: np.random.Gener
 
     beside: the original's answers, by run. All students answer the same sample.
     """
-    records = answer_records(items.reindex(columns=["run", "task", "correct"]))
+    records = answer_records(items)
     tasks = list(records[beside.index[0]])
     total = np.zeros((DRAWS, len(beside)))
     for task in tasks:
-        gains = np.array(
-            [records[run][task] - records[other][task] for run, other in beside.items()]
-        )
-        number = gains.shape[1]
+        gains = [records[run][task] - records[other][task] for run, other in beside.items()]
+        gains, number = np.array(gains), len(gains[0])
         total += random.multinomial(number, np.full(number, 1 / number), DRAWS) @ gains.T / number
     return total / len(tasks)
 
@@ -191,17 +188,14 @@ def gains_by_share(table: pd.DataFrame) -> pd.DataFrame:
     activity.
     """
     sparse = table[table["provider"].map(providers.is_sparse).astype(bool)]
-    sparse = sparse[~sparse["provider"].str.contains("FP8") & (sparse["active"] > 0)]
+    sparse = sparse[~sparse["provider"].str.contains("FP8") & (sparse["active"] > 0)].copy()
     one = (sparse["tokens"] == 1) & (sparse["mode"] == "graph")
     many = (sparse["tokens"] >= MANY_TOKENS) & (sparse["mode"] == "stream")
-    sparse = sparse.assign(
-        calls=np.select([one, many], ["one token", "many tokens"], ""),
-        active_fraction=sparse["active"] / sparse["intermediate_size"],
-    )
-    kind = sparse["pattern"].str.startswith("skewed") & (sparse["pattern"] != "skewed merged")
-    sparse = sparse[(sparse["calls"] != "") & kind]
-    case = ["device", "calls", "hidden_size", "intermediate_size", "gated", "pattern", "tokens"]
-    case.append("active_fraction")
+    sparse["calls"] = np.select([one, many], ["one token", "many tokens"], "")
+    sparse["active_fraction"] = sparse["active"] / sparse["intermediate_size"]
+    skewed = sparse["pattern"].str.startswith("skewed") & (sparse["pattern"] != "skewed merged")
+    sparse = sparse[(sparse["calls"] != "") & skewed]
+    case = "device calls hidden_size intermediate_size gated pattern tokens active_fraction".split()
     return sparse.sort_values("speedup").groupby(case, as_index=False).last()
 
 
@@ -209,15 +203,13 @@ def _complete(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the complete runs with a teacher, by run, with their level and name."""
     teachers = runs["teacher"].notna() if "teacher" in runs else pd.Series(False, runs.index)
     complete = runs[runs["complete"] & teachers].copy()
-    for field in ("fit_tokens", "sampled_share", "sampled_chat", "hidden_weight"):  # later fields
-        given = complete.get(field, pd.Series(0.0, complete.index))
-        complete[field] = given.astype(float).fillna(0)
+    later = ["fit_tokens", "sampled_share", "sampled_chat", "hidden_weight"]  # older runs lack them
+    complete[later] = complete.reindex(columns=later).astype(float).fillna(0)
     if complete.empty:
         raise ValueError(f"none of {', '.join(runs['run'])} is a complete run of `twell relufy`")
     known = "teacher_sha256" in complete and complete["teacher_sha256"].notna().all()
     folders = ["teacher", "tokenizer"] if known else []  # one teacher, wherever it lies
-    may_differ = [*ASKED, *_SCHEDULE, *_COMPUTED, *folders, "warmup_steps"]
-    check_alike(complete, may_differ, "these runs have to be of one teacher and text")
+    check_alike(complete, [*_MAY_DIFFER, *folders], "these runs have to be of one teacher and text")
     fitted = {True: ", fitted", False: ", not fitted"}.get
     unusual = _unusual(complete["fit_tokens"] > 0, fitted)
     unusual += _unusual(complete["learning_rate"], lambda rate: f", rate {level_name(rate)}")

@@ -31,7 +31,7 @@ MAY_DIFFER += ["log_every", "valid_every", "checkpoint_every"]
 
 
 def fits(names: pd.Series, patterns: str) -> pd.Series:
-    """Return whether each name fits one of several patterns, as those of files, with spaces."""
+    """Return whether each name fits one of the file patterns, which spaces separate."""
     return names.map(lambda name: any(map(Path(name).match, patterns.split()))).astype(bool)
 
 
@@ -109,9 +109,10 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     check_alike(complete.assign(choice=chosen), MAY_DIFFER, rule)
 
     table = complete[["run", "l1_coefficient", "tokens", "seed"]].set_index("run")
-    log = log[log["run"].isin(table.index)]
     by_metric = last_validation(log).groupby(["run", "metric"])["value"]
-    means, least, most = by_metric.mean().unstack(), by_metric.min(), by_metric.max()
+    means, least, most = (
+        by_metric.agg(name).unstack().reindex(table.index) for name in ("mean", "min", "max")
+    )
 
     table["cross_entropy"] = means["cross_entropy"]
     table["ffn_gain"] = means["cross_entropy_silenced"] - table["cross_entropy"]
@@ -123,10 +124,8 @@ def sweep(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["dead_fraction_train"] = windows.groupby("run")["value"].last()
 
     used = table["ffn_gain"] >= MIN_FFN_GAIN  # NaN shows no gain
-    table["status"] = np.where(used, "alive", "unused")
-    dead = most.xs("dead_fraction", level="metric").reindex(table.index) >= 1
-    dead |= least.xs("active_mean", level="metric").reindex(table.index) < MIN_LAYER_ACTIVE
-    table.loc[dead, "status"] = "dead layer"
+    dead = (most["dead_fraction"] >= 1) | (least["active_mean"] < MIN_LAYER_ACTIVE)
+    table["status"] = np.select([dead, used], ["dead layer", "alive"], "unused")
     table["choice"] = chosen.iloc[0]
     return table.reset_index().sort_values(["l1_coefficient", "run"], ignore_index=True)
 
@@ -149,13 +148,10 @@ def levels(table: pd.DataFrame) -> pd.DataFrame:
     """
     table = table.assign(status=pd.Categorical(table["status"], STATUSES, ordered=True))
     groups = table.groupby(["choice", "l1_coefficient"], sort=False)
-    parts = [
-        groups.mean(numeric_only=True).drop(columns=["tokens", "seed"]),
-        groups.size().rename("runs"),
-        groups["status"].max().astype(str),
-        groups[["run", "tokens"]].first(),
-    ]
-    return pd.concat(parts, axis=1).reset_index()
+    means, first = groups.mean(numeric_only=True), groups[["run", "tokens"]].first()
+    worst = groups["status"].max().astype(str)
+    table = means.drop(columns="seed").assign(runs=groups.size(), status=worst, **first)
+    return table.reset_index()
 
 
 HEADS = {  # of columns that readers see; of shares (in %) that are recorded as fractions
@@ -198,7 +194,7 @@ HEADS = {  # of columns that readers see; of shares (in %) that are recorded as 
     "intermediate_size": "neurons",
     "loss_change": "rise of loss (nats)",
 }
-_SHARES = "active_fraction dead_fraction dead_fraction_train faster_at slower_at"
+_SHARES = "active_fraction dead_fraction dead_fraction_train faster_at slower_at".split()
 
 
 def _readable_cell(value: Any, decimals: int | None) -> str:
@@ -226,7 +222,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
         head = HEADS.get(name, str(name).replace("_", " "))
         if "l1" in str(name):
             column = column.map(level_name, "ignore")
-        column = 100 * column if name in _SHARES.split() else column
+        column = 100 * column if name in _SHARES else column
         whole = column.dtype.kind == "f" and (column.dropna() % 1 == 0).all()
         decimals = 3 if "nats" in head else 0 if whole else None
         cells[head] = [_readable_cell(value, decimals) for value in column.tolist()]

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from study.analysis.runs import HEADS
+from study.analysis.variants import paper_sizes
 from twell.measure import providers
 from twell.sparse.calibration import crossing
 
@@ -49,11 +50,9 @@ class Bench:
         self.device = self._most_rows() if device is None else device
 
     def _most_rows(self) -> str:
-        timed = [path for path in sorted(self.folder.glob("*.csv")) if path.name not in _UNTIMED]
-        files = [pd.read_csv(path) for path in timed]
-        devices = [rows["device"] for rows in files if "device" in rows]
-        by_rows = pd.concat(devices).mode() if devices else ()
-        return by_rows[0] if len(by_rows) else ""
+        files = [path for path in self.folder.glob("*.csv") if path.name not in _UNTIMED]
+        devices = [pd.read_csv(path)["device"] for path in files]
+        return pd.concat(devices).mode()[0] if devices else ""
 
     def rows(
         self,
@@ -66,12 +65,10 @@ class Bench:
         Those of quality.csv and fuzz.csv are of any device. Empty where there is no such file or no
         such row.
         """
-        path = self.folder / file
-        rows = pd.read_csv(path) if path.is_file() else pd.DataFrame()
-        if table is not None and len(rows):
-            rows = table(rows)
-        if not len(rows):
-            return rows
+        if not (self.folder / file).is_file():
+            return pd.DataFrame()
+        rows = pd.read_csv(self.folder / file)
+        rows = rows if table is None else table(rows)
         if file not in _UNTIMED:
             rows = rows[rows["device"] == self.device]
         return rows.query(where) if where and len(rows) else rows
@@ -300,8 +297,7 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
     models = models.assign(forward_throughput=models["tokens"] / models["p50"])
     speed, peak = steps["tokens"] / steps["p50"], steps["peak"] / 1e9
     steps = steps.assign(training_throughput=speed, training_peak_memory=peak)
-    known = paper[(paper["metric"] == "avg_nonzeros") & (paper["l1"] == 2e-5)]
-    active = known.groupby("model")["value"].first().astype(float)
+    active = paper_sizes(paper).set_index("model")["active"]
     table_1 = paper[paper["source"] == "Table 1"]
     changes = table_1[table_1["sparse"]].set_index(["metric", "model"])["value"]
     rows = []
@@ -315,7 +311,7 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
             row |= {"paper_device": printed["hardware"].iloc[0]}
             row |= {"paper_note": "; ".join(dict.fromkeys(printed["note"].dropna()))}
             measured = steps if metric.startswith("training") else models
-            rows.append(row | _ours(measured, model, metric, active.get(model, np.nan)))
+            rows.append(row | _ours(measured, model, metric, row["paper_active"]))
     return pd.DataFrame(rows)
 
 

@@ -134,8 +134,6 @@ def paired_runs(items: pd.DataFrame, dense: list[str], sparse: list[str]) -> pd.
     rows, random = [], np.random.default_rng(0)
     for task, (column, chance) in SCORES.items():
         asked = items[(items["task"] == task) & items["run"].isin([*dense, *sparse])]
-        if asked.empty:
-            continue
         sizes = asked.groupby("run").size()
         if sizes.nunique() > 1:
             raise ValueError(f"runs have different numbers of items of {task}: {sizes.to_dict()}")
@@ -175,8 +173,8 @@ def answer_records(items: pd.DataFrame) -> dict[str, dict[str, np.ndarray]]:
     items: answers of `study.keep` with a column run, those of a task in order.
     """
     records = {}
-    items = items[items["task"].isin(TASKS)].dropna(subset="correct")
-    for (run, task), rows in items.groupby(["run", "task"]):
+    items = items.reindex(columns=["run", "task", "correct"]).dropna()
+    for (run, task), rows in items[items["task"].isin(TASKS)].groupby(["run", "task"]):
         records.setdefault(run, {})[task] = rows["correct"].to_numpy(int)
     return records
 
@@ -187,12 +185,12 @@ def _marks(record: dict) -> dict[str, np.ndarray]:
     return {task: np.array([*map(int, one["correct"])]) for task, one in facts if task in TASKS}
 
 
-def paired_records(one: dict, other: dict, draws: int = 10_000) -> pd.DataFrame:
+def paired_records(one: dict, other: dict) -> pd.DataFrame:
     """Return how much more accurate `one` is than `other`, on the same items of the seven tasks.
 
     one, other: of `answer_records` or `results.load_evaluations`. Rows: their tasks, and the mean
-    of these. The 95% interval, low to high, is from `draws` bootstrap samples of the items of each
-    task. Raises ValueError for other tasks or numbers of items.
+    of these. The 95% interval, low to high, is from bootstrap samples of the items of each task.
+    Raises ValueError for other tasks or numbers of items.
     """
     one, other = (_marks(record) if "tasks" in record else record for record in (one, other))
     sizes = [{task: len(marks) for task, marks in record.items()} for record in (one, other)]
@@ -203,7 +201,7 @@ def paired_records(one: dict, other: dict, draws: int = 10_000) -> pd.DataFrame:
         gains, items = one[name] - other[name], len(one[name])
         # A sample of items is known by how often each of the three gains is in it.
         shares = [(gains == gain).mean() for gain in (-1, 0, 1)]
-        drawn = random.multinomial(items, shares, draws)
+        drawn = random.multinomial(items, shares, 10_000)
         samples.append((drawn[:, 2] - drawn[:, 0]) / items)
         rows.append((name, items, one[name].mean(), other[name].mean(), gains.mean()))
     columns = ["task", "items", "accuracy", "other", "difference"]

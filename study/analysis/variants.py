@@ -37,7 +37,7 @@ def choices(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     differ in more than choice, level, seed and width: the non-gated layer is wider, to have as many
     parameters.
     """
-    runs = runs[runs["complete"]] if len(runs) else runs
+    runs = runs[runs["complete"]]
     if runs.empty:
         return pd.DataFrame(columns=["run", "choice", "l1_coefficient", *QUANTITIES])
     may_differ = [*MAY_DIFFER, *RECIPE, "intermediate_size"]
@@ -49,7 +49,7 @@ def choices(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
 
 def compared_level(table: pd.DataFrame) -> float:
-    """Return the level above 0 with most runs of `choices`, the lowest of equals; NaN for none."""
+    """Return the level above 0 with most rows, the lowest of equals; NaN for none."""
     return float(table.loc[table["l1_coefficient"] > 0, "l1_coefficient"].mode().min())
 
 
@@ -125,7 +125,7 @@ def contrast(
     """Return the difference of two settings of `choices`, (choice, l1_coefficient), in a column.
 
     Keys: runs and value (mean) of the first, other_runs and other of the second, difference, limit
-    (`noise_limit`), verdict and p (two-sided). Differences of active_fraction are in % of the second.
+    (`noise_limit`), verdict and p (two-sided). active_fraction differs in % of the second.
     """
     first_values, second_values = (
         table.loc[(table["choice"] == name) & (table["l1_coefficient"] == l1), column].dropna()
@@ -163,8 +163,8 @@ def contrasts(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def p_value(
-    difference: pd.Series, limit: pd.Series, freedom: float = np.inf, tests: int = 1
-) -> pd.Series:
+    difference: float | pd.Series, limit: float | pd.Series, freedom: float = np.inf, tests: int = 1
+) -> float | np.ndarray:
     """Return the two-sided p of differences by their limits at CONFIDENCE (Student's t).
 
     tests: for which the limits hold together. NaN where nothing scatters.
@@ -209,22 +209,20 @@ def against_frontier(table: pd.DataFrame) -> pd.DataFrame:
     if alive.empty:
         return pd.DataFrame(columns=columns)
     known = np.log(alive["active_fraction"].astype(float))
-    gated = every[~every["choice"].str.contains("recipe|SiLU|non-gated")]
-    gated = gated[gated["active_fraction"] > 0]
+    remedies = every[~every["choice"].str.contains("recipe|SiLU|non-gated")]
+    remedies = remedies[remedies["active_fraction"] > 0]
     names = {"cross_entropy_change": "price", "dead_fraction_train": "dead"}
     rows = []
-    for row in gated.rename(columns=names).to_dict("records"):
+    for row in remedies.rename(columns=names).to_dict("records"):
         log_active = np.log(row["active_fraction"])
         weights = np.array([np.interp(log_active, known, one) for one in np.eye(len(known))])
         # So many runs of one level would scatter like this point between levels.
         beside = 1 / (weights**2 / alive["runs"]).sum()
-        limits = [noise_limit(table, column, row["runs"], beside) for column in names]
-        row["limit"], row["dead_limit"] = limits
-        for column, name in names.items():
-            line = np.interp(log_active, known, alive[column], np.nan, np.nan)
-            row[f"line_{name}"] = float(line)
-        row["verdict"] = noise_verdict(row["price"] - row["line_price"], row["limit"])
-        row["dead_verdict"] = noise_verdict(row["dead"] - row["line_dead"], row["dead_limit"])
+        for (column, name), prefix in zip(names.items(), ("", "dead_"), strict=True):
+            line = float(np.interp(log_active, known, alive[column], np.nan, np.nan))
+            limit = noise_limit(table, column, row["runs"], beside)
+            row |= {f"line_{name}": line, f"{prefix}limit": limit}
+            row[f"{prefix}verdict"] = noise_verdict(row[name] - line, limit)
         rows.append(row)
     return pd.DataFrame(rows, columns=columns)
 
@@ -254,9 +252,8 @@ def choice_table(paper: pd.DataFrame, table: pd.DataFrame, source: str) -> pd.Da
         printed["l1_coefficient"] = printed["paper_l1"].map({0: 0.0, 2e-5: level, 3e-4: level})
         printed = printed.merge(ours, how="left", on=["choice", "l1_coefficient"])
         printed = printed.rename(columns={"cross_entropy_change": "change"})
-    return printed.reindex(
-        columns=[*setting, *names.values(), *"l1 runs active change dead".split()]
-    )
+    columns = [*setting, *names.values(), *"l1 runs active change dead".split()]
+    return printed.reindex(columns=columns)
 
 
 def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
@@ -269,9 +266,8 @@ def sizes(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     own = ["runs", "active", "active_fraction", "cross_entropy_change"]
     rows = []
     if len(runs):
-        runs = runs[runs["complete"].astype(bool) & (choice(runs) == "recipe")]
-        sparse = runs[runs["l1_coefficient"] > 0].drop_duplicates(["l1_coefficient", *size])
-        level = sparse["l1_coefficient"].mode().min()  # NaN without any
+        runs = runs[runs["complete"] & (choice(runs) == "recipe")]
+        level = compared_level(runs.drop_duplicates(["l1_coefficient", *size]))
         for key, some in runs.groupby(size):
             by_level = levels(sweep(some, log)).set_index("l1_coefficient").astype(object)
             if level in by_level.index:
@@ -304,7 +300,7 @@ def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     (median) and peak_memory (bytes of one device) are of the second half of training. Raises
     ValueError when runs differ in more than how they were computed.
     """
-    complete = runs[runs["complete"].astype(bool)] if len(runs) else runs
+    complete = runs[runs["complete"]]
     columns = "run way backend devices cross_entropy active apart tokens_per_second peak_memory"
     columns = [*columns.split(), "peak_memory_whole"]
     if complete.empty:
@@ -318,8 +314,7 @@ def computed_otherwise(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
     table["sparse"] = table["backend"] != "dense"
     table = table.sort_values(["devices", "sparse", "run"])
 
-    last = last_validation(log[log["run"].isin(table.index)])
-    last = last.groupby(["run", "metric"])["value"].mean().unstack()
+    last = last_validation(log).groupby(["run", "metric"])["value"].mean().unstack()
     table["cross_entropy"], table["active"] = last["cross_entropy"], last["active_mean"]
     curves = computed_curves(complete, log)
     losses = curves[curves["metric"] == "cross_entropy"].sort_values(["run", "step"])
@@ -356,10 +351,7 @@ def computed_curves(runs: pd.DataFrame, log: pd.DataFrame) -> pd.DataFrame:
 
     Columns: run, metric, step, tokens, value. Memory is of one device; a CPU has none.
     """
-    columns = ["run", "metric", "step", "tokens", "value"]
-    if runs.empty or log.empty:
-        return pd.DataFrame(columns=columns)
-    rows = log[log["run"].isin(runs.loc[runs["complete"].astype(bool), "run"])]
+    rows = log[log["run"].isin(runs.loc[runs["complete"], "run"])]
     metrics = ["cross_entropy", "tokens_per_second", "peak_memory"]
     rows = rows[(rows["split"] == "train") & rows["metric"].isin(metrics)]
-    return rows[columns].reset_index(drop=True)
+    return rows[["run", "metric", "step", "tokens", "value"]].reset_index(drop=True)

@@ -7,15 +7,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from study.plots import base
-from twell.inspector.figure import (
-    LINE,
-    PAGE,
-    inspector_colours,
-    text_scale,
-    typeset,
-    visible,
-    write_tokens,
-)
+from twell.inspector import figure as inspector
 
 
 def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
@@ -39,9 +31,6 @@ def fig06_layers(table: pd.DataFrame, about: str = "") -> Figure:
     return figure
 
 
-_RANGE = 1.25
-
-
 def fig07_tokens(
     tokens: pd.DataFrame,
     positions: pd.DataFrame,
@@ -55,9 +44,9 @@ def fig07_tokens(
     tokens, positions, passage: `analysis.per_token`, `by_position` and `passage`. num_tokens: of
     the lowest, and of the highest. columns: characters of a line of the passage.
     """
-    places, lines = typeset(passage["token"], columns)
-    heights = 1.2 + 0.3 * num_tokens, LINE * lines + 0.75
-    figure = base.empty(PAGE, sum(heights))
+    places, lines = inspector.typeset(passage["token"], columns)
+    heights = 1.2 + 0.3 * num_tokens, inspector.LINE * lines + 0.75
+    figure = base.empty(inspector.PAGE, sum(heights))
     above, below = figure.subfigures(2, 1, height_ratios=heights)
     left, right = above.subplots(1, 2)
     _tokens(left, tokens.head(num_tokens), tokens.iloc[num_tokens:].tail(num_tokens))
@@ -65,7 +54,7 @@ def fig07_tokens(
     position, active = positions["position"] + 1, positions["mean_active"]
     active = active.clip(lower=base.ACTIVE_FLOOR)
     right.plot(position, active, color=base.SPARSE, alpha=0.3, linewidth=0.8)
-    ranges = (np.log(position) / np.log(_RANGE)).astype(int)
+    ranges = (np.log(position) / np.log(1.25)).astype(int)  # each ends 1.25 times as far
     means = pd.DataFrame({"x": np.log(position), "y": active}).groupby(ranges).mean()
     right.plot(np.exp(means["x"]), means["y"], "o-", color=base.SPARSE, markersize=3)
     right.set(xlabel="position in the sequence (the first is 1)", ylabel="active neurons per token")
@@ -76,10 +65,10 @@ def fig07_tokens(
     positive, text = passage.loc[passage["active"] > 0, "active"], below.subplots()
     active = passage["active"].clip(lower=base.ACTIVE_FLOOR if positive.empty else positive.min())
     low, high = active.quantile([0.02, 0.98])
-    norm, colours = LogNorm(low, max(high, 1.001 * low), clip=True), inspector_colours()
-    write_tokens(text, places, lines, [colours(norm(value)) for value in active], columns)
+    norm, colours = LogNorm(low, max(high, 1.001 * low), clip=True), inspector.inspector_colours()
+    inspector.write_tokens(text, places, lines, [colours(norm(value)) for value in active], columns)
     label = "active neurons per token, mean over layers (⏎: end of a line)"
-    text_scale(below, text, norm, colours, "bottom", label, "both")
+    inspector.text_scale(below, text, norm, colours, "bottom", label, "both")
     base.caption(
         figure,
         base.sentence(about),
@@ -94,7 +83,7 @@ def _tokens(ax: Axes, lowest: pd.DataFrame, highest: pd.DataFrame) -> None:
     both, y = pd.concat([lowest, highest]), np.arange(len(lowest) + len(highest))
     y = y + 1.2 * (y >= len(lowest))  # a gap between the two groups
     ax.barh(y, both["mean_active"], 0.75, color=base.SPARSE)
-    base.row_names(ax, y, [visible(token)[:16] for token in both["token"]])
+    base.row_names(ax, y, [inspector.visible(token)[:16] for token in both["token"]])
     for place, value, count in zip(y, both["mean_active"], both["count"], strict=True):
         base.note(ax, f"{value:.3g} (n = {count:,})", (value, place), (3, 0), va="center")
     for name, group in (("lowest", y[: len(lowest)]), ("highest", y[len(lowest) :])):
@@ -114,8 +103,8 @@ def number_neurons(
 
     table: `analysis.tells_apart`; examples: `analysis.examples`, one a line of so many characters.
     """
-    heights = 2.1, 1.2 * LINE * len(examples) + 0.1
-    figure = base.empty(PAGE, sum(heights))
+    heights = 2.1, 1.2 * inspector.LINE * len(examples) + 0.1
+    figure = base.empty(inspector.PAGE, sum(heights))
     above, below = figure.subfigures(2, 1, height_ratios=heights)
     ax, text = above.subplots(), below.subplots()
     y = table["layer"] + 0.6 * ((table["neuron"] * 0.618) % 1 - 0.5)  # the same each time
@@ -128,7 +117,7 @@ def number_neurons(
     ax.set(xlabel="how well firing tells numbers from other tokens (phi)", ylabel="layer")
     ax.set_yticks(range(table["layer"].max() + 1))
     ax.invert_yaxis()
-    colours, places, shades = inspector_colours(), [], []
+    colours, places, shades = inspector.inspector_colours(), [], []
     for line, one in enumerate(examples):
         across = one["token"].str.replace(r"\s", " ", regex=True)
         starts = across.str.len().cumsum() - across.str.len()
@@ -136,12 +125,12 @@ def number_neurons(
             if x + len(word) <= columns:
                 places.append((x, 1.2 * line, word))
                 shades.append(colours(abs(h) ** 0.5))
-    write_tokens(text, places, 1.2 * len(examples), shades, columns)
+    inspector.write_tokens(text, places, 1.2 * len(examples), shades, columns)
     best = table.iloc[0]
     base.caption(
         figure,
         base.sentence(about),
-        f"Above, one dot per neuron. Below, tokens around places where neuron {best['neuron']:.0f} of",
-        f"layer {best['layer']:.0f} fires. The darker a token, the larger |h| (root of the scale).",
+        f"Above, one dot per neuron. Below, tokens around places where neuron {best['neuron']:.0f}",
+        f"of layer {best['layer']:.0f} fires. The darker a token, the larger |h| (root of the scale).",
     )
     return figure

@@ -187,10 +187,10 @@ def row_names(ax: Axes, y: Iterable[float], names: Iterable[str]) -> None:
     ax.tick_params(axis="y", length=0)
 
 
-def measured(calls: str = "calls") -> str:
+def measured(calls: str = "calls", mark: str = "point", whiskers: str = "bars") -> str:
     """Return the sentence of a caption on repeats."""
-    bars = f"bars span p20 to p80 of the {calls} of both sides"
-    return f"Each point is one measurement, the median of its timed {calls}; {bars}."
+    spread = f"{whiskers} span p20 to p80 of the {calls} of both sides"
+    return f"Each {mark} is one measurement, the median of its timed {calls}; {spread}."
 
 
 def bars(ax: Axes, x, y, low, high, color: str | tuple, **look) -> None:

@@ -9,8 +9,7 @@ from matplotlib.patches import Rectangle
 
 from study.plots import base
 
-*_, _LIGHT, _MIDDLE, _ = sns.light_palette(base.TWELL, 5)
-_TILES = (base.TWELL, "white"), (_LIGHT, "black")  # and text
+_TILES = (base.TWELL, "white"), (sns.light_palette(base.TWELL, 5)[2], "black")  # and text
 # Face, edge and text of the cells that are no values.
 _KINDS = {
     "count": ("0.25", "white", "white"),
@@ -36,7 +35,7 @@ def fig01_formats(cells: pd.DataFrame, tile_n: int) -> Figure:
         ax.set_title(name, loc="left", weight="bold")
         ax.axis("off")
     kinds = {f"non-zero of tile {tile}, with its column": _TILES[tile][0] for tile in range(2)}
-    kinds |= {"count": "0.25", "unused slot": "0.93"}
+    kinds |= {"count": _KINDS["count"][0], "unused slot": _KINDS["unused"][0]}
     entries = {name: Rectangle((0, 0), 1, 1, facecolor=colour) for name, colour in kinds.items()}
     base.legend(figure, "lower center", entries, ncols=2, handlelength=1)
     base.caption(

@@ -12,7 +12,7 @@ from study.plots import base
 from twell.measure import providers
 
 AUTO = providers.AUTO_COMPILED.name
-SIDES = {  # colour and name of each side of a model
+PROVIDERS = {  # colour and name of each
     providers.DENSE_COMPILED.name: (base.DENSE, "dense"),
     providers.TRITON_COMPILED.name: (base.SPARSE, "sparse"),
     AUTO: (base.AUTO, "auto"),
@@ -59,7 +59,7 @@ def fig04_levels(forward: pd.DataFrame, steps: pd.DataFrame) -> Figure:
         figure,
         _IMPOSED,
         _PICKS,
-        base.measured().replace("point", "bar").replace("; bars", "; error bars"),
+        base.measured(mark="bar", whiskers="error bars"),
         "Energy and memory of each side were read once.",
         "Where auto runs the sparse kernels, its distance from sparse is noise.",
     )
@@ -169,25 +169,24 @@ def table1_scale(table: pd.DataFrame) -> Figure:
     quantities = dict(list(table.groupby("quantity", sort=False)))
     size = base.PAGE, 0.8 + 1.1 * len(quantities)
     figure, axes = base.subplots(*size, len(quantities), 2, sharey="row")
-    for (quantity, rows), pair in zip(quantities.items(), axes, strict=True):
-        for ax, side in zip(pair, ("paper_", ""), strict=True):
-            _scale_bars(ax, rows.reset_index(drop=True), side)
-        pair[0].set_ylabel(f"{quantity}\n({rows['unit'].iloc[0]})")
+    for (quantity, rows), (left, right) in zip(quantities.items(), axes, strict=True):
+        _scale_bars(left, rows.reset_index(drop=True), "paper_")
+        _scale_bars(right, rows.reset_index(drop=True), "")
+        left.set_ylabel(f"{quantity}\n({rows['unit'].iloc[0]})")
     for ax, side in zip(axes[-1], ("paper_", ""), strict=True):
         ax.set_xticks(range(table["model"].nunique()), _scale_ticks(table, side))
-    devices = "; ".join(dict.fromkeys(device for device in table["device"] if device))
-    for ax in axes[-1]:
         ax.set_xlabel("model, and its active neurons")
+    devices = "; ".join(dict.fromkeys(device for device in table["device"] if device))
     axes[0, 0].set_title(f"paper, {table['paper_device'].iloc[0]}", loc="left")
     axes[0, 1].set_title(f"ours, {devices}", loc="left")
     base.legend(figure, "lower center", base.named(axes[0, 1]), ncols=2, handlelength=1)
-    notes = [note for note in dict.fromkeys(table["paper_note"]) if note]
+    note = next(filter(None, table["paper_note"]), "").partition(";")[0]
     base.caption(
         figure,
         "Numbers above bars: change of sparse over dense; one measurement a bar.",
         "The GPUs differ, so compare changes, not heights.",
         f"Ours: {_IMPOSED[0].lower()}{_IMPOSED[1:]}",
-        f"* {'; '.join(notes).split(';')[0]}.",
+        f"* {note}.",
     )
     return figure
 
@@ -226,13 +225,13 @@ def model_parts(table: pd.DataFrame) -> Figure:
     columns = list(table.columns)
     parts = [*columns[columns.index("provider") + 1 : columns.index("total")], "total"]
     parts = [part for part in parts if table[part].any()]
-    y, sides = np.arange(len(parts)), [side for side in SIDES if side in set(table["provider"])]
+    y, rows = np.arange(len(parts)), table.set_index("provider").to_dict("index")
+    drawn = [provider for provider in PROVIDERS if provider in rows]
     figure, ax = base.panel(base.COLUMN, 0.7 + 0.36 * len(parts))
-    for number, side in enumerate(sides):
-        (row,) = table[table["provider"] == side].to_dict("records")
-        places, (colour, name) = y + 0.8 * (number + 0.5) / len(sides) - 0.4, SIDES[side]
-        times = [row[part] for part in parts]
-        ax.barh(places, times, 0.8 / len(sides), color=colour)
+    for number, provider in enumerate(drawn):
+        row, (colour, name) = rows[provider], PROVIDERS[provider]
+        places, times = y + 0.8 * (number + 0.5) / len(drawn) - 0.4, [row[part] for part in parts]
+        ax.barh(places, times, 0.8 / len(drawn), color=colour)
         for place, part, time in zip(places, parts, times, strict=True):
             gain = f" {name}" if part == "total" else ""
             gain += f", {base.change(100 * (row['speedup'] - 1))}" if gain and number else ""
@@ -357,16 +356,18 @@ def _model_gains(ax: Axes, scale: pd.DataFrame) -> None:
     """Draw gains of models: colours say who measured, marks say what."""
     models = list(dict.fromkeys(scale["model"]))
     x = range(len(models))
-    for column, colour, marker in (("change", base.OURS, "o"), ("paper_change", base.PAPER, "s")):
-        card = scale[column.replace("change", "device")].max().removeprefix("NVIDIA ").partition(" ")[0]
-        whose = f"ours, {card}" if column == "change" else f"paper, {card}"
-        for kind, dashes, filled in (("forward", "-", True), ("training", "--", False)):
+    for whose, side, colour, marker in (
+        ("ours", "", base.OURS, "o"),
+        ("paper", "paper_", base.PAPER, "s"),
+    ):
+        card, _, _ = scale[f"{side}device"].max().removeprefix("NVIDIA ").partition(" ")
+        for kind, dashes, face in (("forward", "-", colour), ("training", "--", "white")):
             rows = scale[scale["quantity"] == f"{kind} speed"].set_index("model").loc[models]
-            look = {"color": colour, "marker": marker, "markersize": 4, "linestyle": dashes}
-            look |= {"linewidth": 1, "mfc": colour if filled else "white"}
-            ax.plot(x, rows[column], label=f"{whose}, {kind}", **look)
-            if column == "change":
-                base.bars(ax, x, rows[column], rows["low"], rows["high"], colour)
+            look = {"color": colour, "marker": marker, "markersize": 4, "mfc": face}
+            look |= {"linestyle": dashes, "linewidth": 1, "label": f"{whose}, {card}, {kind}"}
+            ax.plot(x, rows[f"{side}change"], **look)
+            if whose == "ours":
+                base.bars(ax, x, rows["change"], rows["low"], rows["high"], colour)
     ax.axhline(0, color=base.DENSE, linewidth=1.2)
     ax.set_xticks(x, models)
     ax.set(xlabel="model", ylabel="tokens/s (% over dense)")

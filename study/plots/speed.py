@@ -18,7 +18,8 @@ PROVIDERS = {  # colour, marker and name of each path
     providers.DECODE.name: (base.DECODE, "^", "decode path"),
     providers.HYBRID.name: (base.HYBRID, "X", "the paper's hybrid format"),
 }
-_BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}  # auto, beneath the others
+# The line without a marker, auto's, lies beneath the others.
+_BROAD = {"linewidth": 6, "alpha": 0.35, "solid_capstyle": "round"}
 _BASELINE = {"color": base.DENSE, "linewidth": 1.2}
 _WAYS = {"graph": "in a CUDA graph", "stream": "separate calls"}
 _PATTERNS = {
@@ -40,8 +41,7 @@ def _lines(ax: Axes, table: pd.DataFrame, x: str, y: str) -> None:
     """Draw y against x, a line for each path."""
     for name, line in table.sort_values(x).groupby("provider"):
         colour, marker, _ = PROVIDERS[name]
-        look = {"marker": marker, "markersize": 3.5, "zorder": 3}
-        look = _BROAD if name == providers.AUTO.name else look
+        look = {"marker": marker, "markersize": 3.5, "zorder": 3} if marker else _BROAD
         ax.plot(line[x], line[y], color=colour, **look)
 
 
@@ -61,8 +61,7 @@ def _speed_legend(figure: Figure, rows: pd.DataFrame) -> None:
     entries = {}
     for name, (colour, marker, text) in PROVIDERS.items():
         if name in set(rows["provider"]):
-            look = {"marker": marker, "markersize": 4}
-            look = _BROAD if name == providers.AUTO.name else look
+            look = {"marker": marker, "markersize": 4} if marker else _BROAD
             entries[text] = Line2D([], [], color=colour, **look)
     entries["dense, torch.compile"] = Line2D([], [], **_BASELINE)
     columns = 2 if len(entries) == 4 else 3
@@ -77,8 +76,7 @@ def _mark_crossovers(ax: Axes, crossovers: pd.DataFrame) -> None:
         colour = PROVIDERS[row.provider][0]
         look = {"marker": "|", "markersize": 8, "markeredgewidth": 1.2, "zorder": 4}
         ax.plot(row.crossover, 1, color=colour, **look)
-        where = ((-2, -4), "top", "right") if place % 2 == 0 else ((2, 4), "bottom", "left")
-        offset, va, ha = where
+        offset, va, ha = ((2, 4), "bottom", "left") if place % 2 else ((-2, -4), "top", "right")
         look = {"color": colour, "va": va, "ha": ha} | base.HALO
         base.note(ax, f"{row.crossover:.0f}", (row.crossover, 1), offset, **look)
 
@@ -277,8 +275,8 @@ def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame)
         panel.barh(y, speed, 0.7, color=base.SIDES.values())
         for place, value in zip(y, speed, strict=True):
             base.note(panel, f"{value:.2f}", (value, place), (3, 0), va="center")
-        model = table["model"].iloc[0] if "model" in table else ""
-        panel.set_title(f"{base.model_name(model)} model" if model else "one layer", loc="left")
+        name = f"{base.model_name(model['model'].iloc[0])} model" if table is model else "one layer"
+        panel.set_title(name, loc="left")
         panel.set(xlim=(0, 1.3 * speed.max()), xlabel="speed over dense bf16")
         panel.grid(False, axis="y")
     for place, (side, colour) in enumerate(base.SIDES.items()):
@@ -301,6 +299,6 @@ def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame)
         f"Speed is of random weights with imposed activity, {levels} active.",
         f"Cost is of {quality['model'].nunique()} trained models ({sizes} parameters), each a",
         "point with its paired 95% interval. Sparse bf16 computes the function of dense bf16.",
-        base.measured().replace("point", "bar", 1).partition(";")[0] + ".",
+        "Each bar is one measurement, the median of its timed calls.",
     )
     return figure

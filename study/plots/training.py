@@ -58,9 +58,8 @@ def fig02_training_curves(curves: dict[str, pd.DataFrame], window: int, about: s
     axes[0, 1].set_ylabel(f"nats over L1 = {analysis.level_name(lowest)}")
     for ax in axes[0]:
         ax.set_xlabel("")
-    colours = base.level_colours(loss["l1_coefficient"])
-    lines = {l1: Line2D([], [], color=colour) for l1, colour in colours.items()}
-    keys = {f"L1 = {analysis.level_name(l1)}": line for l1, line in lines.items()}
+    colours = base.level_colours(loss["l1_coefficient"]).items()
+    keys = {f"L1 = {analysis.level_name(l1)}": Line2D([], [], color=one) for l1, one in colours}
     base.legend(figure, "lower center", keys, ncols=3)
     silent = f"A dead neuron was silent for {window:,} tokens."
     smoothed = "Cross-entropy is on the training text, as running means over 5% of a run."
@@ -96,7 +95,7 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
         base.note(top, base.change(price, 1)[: None if level == 1 else -1], *place, **look)
     for level, active in means["active"].items():
         place = level, max(active, base.ACTIVE_FLOOR)
-        base.note(bottom, f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
+        base.note(bottom, f"{active:.0f}" if active > 99 else f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
     top.set_ylabel("cross-entropy (nats)")
     bottom.set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
     bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], rotation=45)
@@ -220,21 +219,19 @@ def price(table: pd.DataFrame, pairs: pd.DataFrame, limit: float, about: str = "
     shades = sns.light_palette(base.OURS, len(sizes) + 1)[1:]
     for size, colour in zip(sizes, shades, strict=True):
         rows = table[table["size"] == size].sort_values("tokens")
+        parameters = rows["parameters"].iloc[0]
         look = {"color": colour, "marker": "o", "markersize": 3.5, "linewidth": 1.2}
-        for ax, unit in zip(axes, (1e6, rows["parameters"].iloc[0], 1e6), strict=True):
-            height = 100 * rows["share"] if ax is axes[2] else rows["price"]
-            ax.plot(rows["tokens"] / unit, height, **look)
-            last = rows["tokens"].iloc[-1] / unit, height.iloc[-1]
-            name = f"{rows['parameters'].iloc[0] / 1e6:.0f}M"
-            base.note(ax, name, last, (4, -2), color=colour, **base.HALO)
-            if ax is axes[2]:
-                continue
-            if ax is axes[1]:
-                band = rows[rows["seeds"] > 2].assign(x=rows["tokens"] / unit)[["x", "low", "high"]]
-                ax.fill_between(*band.to_numpy().T, color=colour, alpha=0.15, lw=0)
-                continue
-            for _, one in pairs[pairs["size"] == size].sort_values("tokens").groupby("seed"):
-                ax.plot(one["tokens"] / unit, one["price"], color=colour, lw=0.6, alpha=0.5)
+        heights = rows["price"], rows["price"], 100 * rows["share"]
+        for ax, unit, height in zip(axes, (1e6, parameters, 1e6), heights, strict=True):
+            x = rows["tokens"] / unit
+            ax.plot(x, height, **look)
+            last = x.iloc[-1], height.iloc[-1]
+            base.note(ax, f"{parameters / 1e6:.0f}M", last, (4, -2), color=colour, **base.HALO)
+        for _, one in pairs[pairs["size"] == size].sort_values("tokens").groupby("seed"):
+            axes[0].plot(one["tokens"] / 1e6, one["price"], color=colour, lw=0.6, alpha=0.5)
+        band = rows[rows["seeds"] > 2]
+        ends, look = (band["low"], band["high"]), {"color": colour, "alpha": 0.15, "lw": 0}
+        axes[1].fill_between(band["tokens"] / parameters, *ends, **look)
     for ax in axes[:2]:
         ax.axhline(0, color="black", linewidth=0.8)
         ax.axhline(limit, **_PRICE)
@@ -301,8 +298,7 @@ def relufied_frontier(
     `analysis.relufied_frontier`. Each mark is one run; its colour is the target share.
     """
     figure, ax = base.panel(base.PAGE, 2.9)
-    means = pairs[(pairs["task"] == "mean") & (pairs["reference"] == analysis.ORIGINAL)]
-    means = means.set_index("run")["difference"]
+    means = analysis.beside_original(pairs)["difference"]
     shares = sorted(set(table["wanted"]) - {0}, reverse=True)
     places = map(base.shade, np.linspace(0.1, 1, len(shares)))
     colours = {0: base.DENSE} | dict(zip(shares, places, strict=True))

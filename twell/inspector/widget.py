@@ -79,8 +79,7 @@ class Inspector(anywidget.AnyWidget):
         display(bundle, metadata=metadata, raw=True)
         page = html.escape(document(repr(self), self.view, {"data": self.data}))
         look = 'class="twell-page" loading="lazy" style="width: 100%; height: 800px; border: 0"'
-        frame = f'<iframe {look} srcdoc="{page}"></iframe>'  # in HTML() IPython warns of it
-        display({"text/html": frame}, raw=True)
+        display({"text/html": f'<iframe {look} srcdoc="{page}"></iframe>'}, raw=True)
 
     @property
     def trace(self) -> Trace:
