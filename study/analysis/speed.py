@@ -51,8 +51,9 @@ class Bench:
 
     def _most_rows(self) -> str:
         files = [path for path in self.folder.glob("*.csv") if path.name not in _UNTIMED]
-        devices = [pd.read_csv(path)["device"] for path in files]
-        return pd.concat(devices).mode()[0] if devices else ""
+        tables = [pd.read_csv(path, usecols=lambda name: name == "device") for path in files]
+        devices = pd.concat(tables).get("device", pd.Series()) if tables else pd.Series()
+        return next(iter(devices.mode()), "")
 
     def rows(
         self,
@@ -68,8 +69,8 @@ class Bench:
         if not (self.folder / file).is_file():
             return pd.DataFrame()
         rows = pd.read_csv(self.folder / file)
-        rows = rows if table is None else table(rows)
-        if file not in _UNTIMED:
+        rows = rows if table is None or rows.empty else table(rows)
+        if file not in _UNTIMED and len(rows):
             rows = rows[rows["device"] == self.device]
         return rows.query(where) if where and len(rows) else rows
 

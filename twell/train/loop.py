@@ -359,7 +359,7 @@ class Run:
         # The last sum is the gradient norm's.
         losses = dict(zip(self.losses, (self.sums / steps).tolist(), strict=False))
         for ffn in self.model.ffns:
-            neurons, histogram = ffn.stats.counters  # not take(), which clears them
+            ffn.stats.counters = neurons, histogram = ffn.stats.take()  # which clears them
             active += float(neurons.sum() / histogram.sum()) / self.config.num_layers
         seconds = (time.perf_counter() - self.since) / steps
         left = datetime.timedelta(seconds=int(seconds * (self.config.steps - step)))

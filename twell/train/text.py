@@ -84,9 +84,11 @@ def evaluate(model: SparseLlamaForCausalLM | Student, blocks: corpus.Blocks) -> 
     blocks; for a student also "kl" and "cross_entropy_teacher" (relufy.py). The layers' own
     counters keep their values.
     """
-    training, before = model.training, [ffn.stats.take() for ffn in model.ffns]
+    training, before = model.training, [ffn.stats.counters for ffn in model.ffns]
     model.eval()
     model.recording = True
+    for ffn in model.ffns:
+        ffn.stats.counters = None
 
     names = ["cross_entropy"] + ["kl", "cross_entropy_teacher"] * isinstance(model, Student)
     totals = dict.fromkeys(names, 0.0)
