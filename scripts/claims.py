@@ -11,8 +11,8 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Even*: all neurons equally "
-    "likely. *Skewed*: tokens share more neurons: blocks of tokens use up to 20% fewer than in trained "
-    "models, in our favour.\n"
+    "likely. *Skewed*: tokens share more neurons: blocks of tokens use up to 20% fewer than in "
+    "trained models, in our favour.\n"
     "The authors' release was [measured outside this repository](data/README.md#releasecsv) on two "
     "days; the first day's value is in brackets.\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."

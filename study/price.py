@@ -17,7 +17,7 @@ import pandas as pd
 import scipy.stats
 import yaml
 
-from study.analysis import holm, level_name
+from study.analysis import holm
 from twell import corpus, results
 from twell.config import TrainConfig, cache_folder
 from twell.measure import providers
@@ -125,8 +125,8 @@ def verdicts(rows: pd.DataFrame, text: str = "new", level: float = 6e-4) -> pd.D
         table.append(row | {"small": bool(interval(by_seed.iloc[:, -1])[2] < PLAN["margin"])})
     table = pd.DataFrame(table)
     # Sizes that are not trained yet are part of the family.
-    seeds = [levels.get(level_name(level), ()) for levels in PLAN["levels"].values()]
-    planned = sum(len(some) >= PLAN["pairs"] for some in seeds)
+    planned = [runs for levels in PLAN["levels"].values() for runs in levels.items()]
+    planned = sum(float(key) == level and len(seeds) >= PLAN["pairs"] for key, seeds in planned)
     p = table["p"].reindex(range(max(planned, len(table)))).fillna(1)
     significant = holm(p)[: len(table)] < 1 - PLAN["confidence"]
     flat = (table["low"] > -PLAN["flat"]) & (table["high"] < PLAN["flat"])

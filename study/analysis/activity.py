@@ -141,7 +141,7 @@ def tells_apart(aggregate: Aggregate, pattern: str = r"\d") -> pd.DataFrame:
     Over the tokens around the neuron's own examples, as the inspector's search.
     """
     if not aggregate.near.shape[-1]:
-        raise ValueError("this aggregate has no text around its examples; `twell trace --aggregate` has")
+        raise ValueError("this aggregate has no text around its examples: trace the model again")
     token, h, first = around_examples(aggregate)
     texts = [re.sub("<0x[0-9A-F]{2}>", "", text) for text in aggregate.strings]  # no bytes
     fits = np.array([bool(re.search(pattern, text)) for text in texts])

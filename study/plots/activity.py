@@ -130,7 +130,7 @@ def number_neurons(
     base.caption(
         figure,
         base.sentence(about),
-        f"Above, one dot per neuron. Below, tokens around places where neuron {best['neuron']:.0f}",
-        f"of layer {best['layer']:.0f} fires. The darker a token, the larger |h| (root of the scale).",
+        f"Above, one dot per neuron. Below, tokens around places where neuron {best['neuron']:.0f} of",
+        f"layer {best['layer']:.0f} fires. The darker a token, the larger |h| (root of the scale).",
     )
     return figure

@@ -95,7 +95,8 @@ def fig03_frontier(table: pd.DataFrame, about: str = "") -> Figure:
         base.note(top, base.change(price, 1)[: None if level == 1 else -1], *place, **look)
     for level, active in means["active"].items():
         place = level, max(active, base.ACTIVE_FLOOR)
-        base.note(bottom, f"{active:.0f}" if active > 99 else f"{active:.3g}", place, (4, 4), ha="left", **_ON_WHITE)
+        number = f"{active:,.0f}" if active > 99 else f"{active:.3g}"
+        base.note(bottom, number, place, (4, 4), ha="left", **_ON_WHITE)
     top.set_ylabel("cross-entropy (nats)")
     bottom.set(yscale="log", ylabel="active neurons per token", xlabel="L1 coefficient")
     bottom.set_xticks(range(len(levels)), [analysis.level_name(l1) for l1 in levels], rotation=45)
