@@ -72,6 +72,7 @@ def test_providers_differ_in_nothing_but_the_feed_forward_layers(dense_kernels, 
         assert bool(paths) == (provider.backend == "triton")  # "auto" is dense, by the projections
         assert torch.equal(results.setdefault(provider, hidden), hidden)
     assert subject.paths(TRITON, 64) == "decode 4"
+    assert {ffn.chooser.observed for ffn in model.ffns} == {(20.0, 90.0)}  # calls did not count
 
 
 def test_decoding_gives_the_logits_of_a_pass_over_the_whole_text():

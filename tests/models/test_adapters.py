@@ -75,8 +75,7 @@ def test_dropout_between_the_projections_of_t5():
     for result, expected in zip(*results, strict=True):
         assert_close(result, expected)
     ffn = sparse_ffns(sparse)[0]
-    assert not ffn.readable
-    assert ffn.eval().readable
+    assert not ffn.readable and ffn.eval().readable
 
 
 def test_l1_terms_of_layers_that_see_rows_and_of_two_parts():

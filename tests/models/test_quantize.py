@@ -46,8 +46,7 @@ def test_a_saved_model_is_loaded_with_its_bits(tmp_path, down):
     for name, tensor in load_file(folder / "model.safetensors").items():
         assert again[name].dtype == tensor.dtype
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8))
-    assert again[SCALE].dtype == torch.float32
-    assert again[GATE].dtype == FLOAT8
+    assert again[SCALE].dtype == torch.float32 and again[GATE].dtype == FLOAT8
     with pytest.warns(UserWarning, match="not kept in bf16"):
         twell.dequantize_(loaded)
     folder = tmp_path / "bf16"

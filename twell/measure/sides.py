@@ -159,7 +159,8 @@ class Subject:
         """
         tokens = ids.numel()
         for ffn, layer in zip(self.model.ffns, activity, strict=True):
-            ffn.observe(layer["mean"], layer["union"], min(tokens, calibration.BLOCK))
+            seen = {min(tokens, calibration.BLOCK): (layer["mean"], layer["union"])}
+            ffn.chooser.freeze(seen)  # eager calls of the check would count, and be adopted later
         return self.columns | {
             "batch": ids.shape[0],
             "context": ids.shape[1],
