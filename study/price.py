@@ -140,10 +140,11 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
 
     rows: of data/bench/price.csv. times: by use, such as "inference", `analysis.model_speedups` or
     `step_speedups` of one device and number of tokens. nanoseconds: of a token; of a sparse model
-    with the fewest measured active neurons that are no fewer than its own, within `alike`.
+    with the fewest measured active neurons that are no fewer than its own, within `fewer`.
     cross_entropy: on `text`, the mean over seeds that all models of a size with several seeds have.
     Of sparse models also: beside: the neurons of the dense model of the nearest time. slower: time
-    over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of one seed. Sizes
+    over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of one seed. line: the
+    same over a dense model as fast, on a line between two widths, where both are measured. Sizes
     without a sparse model and a dense one of another width are left out.
     """
     some = rows[rows["text"] == text].rename(columns={"neurons": "intermediate_size"})
@@ -158,7 +159,7 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
     timed = timed.assign(nanoseconds=1e6 * timed["p50"] / timed["tokens"]).replace(TIMED_AS)
     timed["sparse"] = timed["provider"] != DENSE
     timed = active.merge(timed, on=kind, suffixes=("", "_timed"))
-    enough = timed["active_timed"] >= timed["active"] * (1 - PLAN["alike"] / 100)
+    enough = timed["active_timed"] >= timed["active"] * (1 - PLAN["fewer"] / 100)
     timed = timed[enough | ~timed["sparse"]].sort_values(["active_timed", "nanoseconds"])
     timed = timed.groupby(["use", *index], as_index=False)["nanoseconds"].first()
     end = end.merge(timed, on=index)
@@ -169,9 +170,15 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
         shared = losses[losses.count(axis=1) > 1].dropna(axis=1).columns
         means = losses[shared].mean(axis=1)
         table = losses.add_prefix("seed ").assign(cross_entropy=means).reset_index()
-        sparse, dense = table[table["sparse"]], table[~table["sparse"]]
+        sparse = table[table["sparse"]]
+        dense = table[~table["sparse"]].sort_values("nanoseconds")
         if sparse.empty or dense.empty or table["intermediate_size"].nunique() < 2:
             continue
+
+        def as_fast(one: int, table=table, dense=dense, losses=losses) -> pd.Series:
+            x, xs = table.loc[one, "nanoseconds"], dense["nanoseconds"]
+            return losses.iloc[dense.index].apply(lambda y: np.interp(x, xs, y, np.nan, np.nan))
+
         compared = []
         for one in sparse.index:
             slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
@@ -179,6 +186,7 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
             change = (100 * (losses.iloc[one] / losses.iloc[other] - 1)).dropna()
             row = change.agg(["count", "mean", "min", "max"]).to_dict()
             row |= {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
+            row["line"] = (100 * (losses.iloc[one] / as_fast(one) - 1)).mean()
             ahead = row["max"] < 0 and row["slower"] <= PLAN["alike"]
             behind = row["min"] > 0 and row["slower"] >= -PLAN["alike"]
             verdict = "ahead" if ahead else "behind" if behind else "cannot be told"

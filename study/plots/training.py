@@ -262,7 +262,7 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
     table: `study.price.worth`. A row of panels is a size.
     """
     sizes = table.sort_values("parameters")["model"].unique()
-    figure, axes = base.subplots(base.PAGE, 2.4 * len(sizes), len(sizes), 2, sharey="row")
+    figure, axes = base.subplots(base.PAGE, 3.1 * len(sizes), len(sizes), 2, sharey="row")
     for (size, use), ax in zip(itertools.product(sizes, _USES), axes.flat, strict=True):
         rows = table[(table["use"] == use) & (table["model"] == size)].sort_values("nanoseconds")
         for sparse, models in rows.groupby("sparse"):

@@ -90,6 +90,8 @@ def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, expec
     found = (table := table.loc[6e-4])["verdict"].replace("cannot be told", "?")
     assert ", ".join(found[["inference", "training"]]) == expected
     assert table["beside"].to_dict() == {"inference": 1216, "training": 2112}
+    line = 100 * np.mean(np.divide(losses, (2.995, 3.095)) - 1)  # 10.1 lies between 10 and 14
+    assert table["line"].to_dict() == pytest.approx({"inference": line, "training": np.nan}, nan_ok=True)
 
 
 def test_the_plan_reads_the_text_once_with_paired_runs():
