@@ -11,7 +11,7 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Even*: all neurons equally "
-    "likely. *Skewed*: tokens share more neurons: blocks of tokens use up to 20% fewer than in "
+    "likely. *Skewed*: some likelier; a block of tokens uses up to 20% fewer neurons than in "
     "trained models, in our favour.\n"
     "The authors' release was [measured outside this repository](data/README.md#releasecsv) on two "
     "days; the first day's value is in brackets.\n[More cases, and an H100]"
@@ -25,7 +25,7 @@ def counts(table: pd.DataFrame) -> str:
     judged = [numbers.get(name, 0) for name in paper.JUDGED]
     words = ", ".join(map("{} {}".format, judged, paper.JUDGED[:4]))
     words += f", {sum(judged[4:])} open (one run, or small models)"
-    beyond = f"{numbers['beyond the paper']} more (e.g. speeds) have no verdict"
+    beyond = f"{numbers['beyond the paper']} more, e.g. speeds, are not judged"
     return f"Of {sum(judged)} comparisons: {words}. {beyond}: other algorithm or card"
 
 
@@ -74,7 +74,7 @@ def sides(bench: analysis.Bench) -> str:
     """Return README's table by algorithm, on one card."""
     table = analysis.like_for_like(bench).dropna(subset=analysis.PAPERS).reset_index()
     layer = "what == 'layer' and pattern != 'lively' and 28 < active < 30 and tokens == 131072"
-    some = table.query(f"what == 'model, compiled' or {layer}")
+    some = table.query(f"model == '2b' and what != 'model' or {layer}")
     some = some.sort_values("what", ascending=False, kind="stable")
     cells = some[analysis.SIDES].map("{:.2f}".format, na_action="ignore").fillna("–")
     release = bench.rows("release.csv", None, "provider == 'release' and what == 'layer'")
@@ -83,7 +83,8 @@ def sides(bench: analysis.Bench) -> str:
         if len(same) > 1:
             case = (some["tokens"] == tokens) & (some["pattern"] == pattern)
             cells.loc[case, analysis.RELEASE] += f" ({same.iloc[0]:.2f})"
-    whole = some["model"].str.upper() + " forward"
+    uses = {"model, compiled": " forward", "optimiser step": " training step"}
+    whole = some["model"].str.upper() + some["what"].map(uses)
     cells.insert(0, "case", whole.where(some["model"] != "", "one layer, " + some["pattern"]))
     cells.insert(1, "active", some["active"].map("{:.0f}".format))
     return tables.markdown([tuple(cells), *cells.itertuples(index=False)], left=[0])

@@ -226,15 +226,19 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
 
     table: cases of `analysis.like_for_like` of one device, with their index as columns.
     """
-    table = table.sort_values(["what", "model"]).reset_index(drop=True)
-    tops = 6.0 * table.index
-    figure, ax = base.panel(base.PAGE, 0.7 + 0.7 * len(table))
-    for number, (side, colour) in enumerate(_ALGORITHMS.items()):
+    sizes = table["model"].str[:-1].replace("", "0").astype(float)
+    table = table.assign(size=sizes).sort_values(["what", "size"]).reset_index(drop=True)
+    bars = table[[*_ALGORITHMS]].notna()
+    counts = bars.sum(axis=1)
+    tops = (counts + 1).cumsum() - counts - 1
+    places = bars.cumsum(axis=1).add(tops, axis=0) - 1
+    figure, ax = base.panel(base.PAGE, 0.7 + 0.13 * (counts + 1).sum())
+    for side, colour in _ALGORITHMS.items():
         known = table[side].dropna()
-        ax.barh(tops[known.index] + number, known, 0.92, color=colour)
+        ax.barh(places[side][known.index], known, 0.92, color=colour)
         for case, speed in known.items():
             name = f"{speed:.2f}" + (f"  {side}" if case == known.index[0] else "")
-            place = speed, tops[case] + number
+            place = speed, places.loc[case, side]
             base.note(ax, name, place, (3, -0.5), va="center", **base.HALO)
     ax.axvline(1, **_BASELINE)
     names = []
@@ -242,8 +246,8 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
         what = _TIMED[case.what].format(base.model_name(case.model))
         pattern = "" if case.model else f", {case.pattern}"  # that of models is the paper's
         names.append(f"{what}{pattern},\n{case.tokens:,} tokens")
-    base.row_names(ax, tops + 2, names)
-    ax.set_ylim(tops[-1] + 5.2, -1.2)
+    base.row_names(ax, tops + (counts - 1) / 2, names)
+    ax.set_ylim(tops.iloc[-1] + counts.iloc[-1], -1.2)
     ax.set_xlim(0, 1.5 * table[[*_ALGORITHMS]].max(axis=None))  # for the names
     ax.set_xlabel("speed over dense, torch.compile")
     low, high = table["active"].min(), table["active"].max()
