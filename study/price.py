@@ -139,8 +139,9 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
     """Return the dense and sparse models at the end of training, a row a use and model.
 
     rows: of data/bench/price.csv. times: by use, such as "inference", `analysis.model_speedups` or
-    `step_speedups` of one device and number of tokens. nanoseconds: of a token; of a sparse model
-    with the fewest measured active neurons that are no fewer than its own, within `fewer`.
+    `step_speedups` of one device and number of tokens. nanoseconds: of a token, of a dense width the
+    median of its calls; of a sparse model that over its speed-up in one call, with the active neurons
+    nearest to its own, at most `fewer` % below.
     cross_entropy: on `text`, the mean over seeds that all models of a size with several seeds have.
     Of sparse models also: beside: the neurons of the dense model of the nearest time. slower: time
     over it (%). mean, min, max: cross-entropy over it (%), of `count` pairs of one seed. line: the
@@ -154,14 +155,17 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
     end = end.assign(sparse=end["l1_coefficient"] > 0, parameters=end["size"].map(parameters))
     end["model"] = end["size"].str.split(".").str[0]
     active = end.groupby(index, as_index=False)["active"].mean()
-    timed = pd.concat(times, names=["use"]).reset_index("use")
+    timed = pd.concat(times, names=["use"]).reset_index("use").replace(TIMED_AS)
     timed = timed[timed["provider"].isin([DENSE, *SPARSE])]
-    timed = timed.assign(nanoseconds=1e6 * timed["p50"] / timed["tokens"]).replace(TIMED_AS)
     timed["sparse"] = timed["provider"] != DENSE
+    dense = (1e6 * timed["p50"] / timed["tokens"]).where(~timed["sparse"])
+    dense = dense.groupby([timed[name] for name in ("use", *kind[:2])]).transform("median")
+    timed["nanoseconds"] = dense / timed["speedup"]
     timed = active.merge(timed, on=kind, suffixes=("", "_timed"))
-    enough = timed["active_timed"] >= timed["active"] * (1 - PLAN["fewer"] / 100)
-    timed = timed[enough | ~timed["sparse"]].sort_values(["active_timed", "nanoseconds"])
-    timed = timed.groupby(["use", *index], as_index=False)["nanoseconds"].first()
+    more = 100 * (timed["active_timed"] / timed["active"] - 1)
+    timed = timed.assign(off=more.abs())[(more >= -PLAN["fewer"]) | ~timed["sparse"]]
+    timed = timed.sort_values(["off", "nanoseconds"]).groupby(["use", *index], as_index=False)
+    timed = timed["nanoseconds"].first()
     end = end.merge(timed, on=index)
 
     tables, index = [], ["use", *index, "parameters", "nanoseconds"]
@@ -175,10 +179,6 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
         if sparse.empty or dense.empty or table["intermediate_size"].nunique() < 2:
             continue
 
-        def as_fast(one: int, table=table, dense=dense, losses=losses) -> pd.Series:
-            x, xs = table.loc[one, "nanoseconds"], dense["nanoseconds"]
-            return losses.iloc[dense.index].apply(lambda y: np.interp(x, xs, y, np.nan, np.nan))
-
         compared = []
         for one in sparse.index:
             slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
@@ -186,13 +186,21 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
             change = (100 * (losses.iloc[one] / losses.iloc[other] - 1)).dropna()
             row = change.agg(["count", "mean", "min", "max"]).to_dict()
             row |= {"beside": table.loc[other, "intermediate_size"], "slower": slower[other]}
-            row["line"] = (100 * (losses.iloc[one] / as_fast(one) - 1)).mean()
+            line = _as_fast(table.loc[one, "nanoseconds"], dense, losses.iloc[dense.index])
+            row["line"] = (100 * (losses.iloc[one] / line - 1)).mean()
             ahead = row["max"] < 0 and row["slower"] <= PLAN["alike"]
             behind = row["min"] > 0 and row["slower"] >= -PLAN["alike"]
             verdict = "ahead" if ahead else "behind" if behind else "cannot be told"
             compared.append(row | {"verdict": "one pair" if len(change) == 1 else verdict})
         tables.append(table.join(pd.DataFrame(compared, sparse.index)))
     return pd.concat(tables or [pd.DataFrame()], ignore_index=True)
+
+
+def _as_fast(time: float, dense: pd.DataFrame, losses: pd.DataFrame) -> pd.Series:
+    """Return each seed's loss at a time, on the line between two widths; NaN beyond them."""
+    times, near = dense["nanoseconds"], 1 + PLAN["alike"] / 100
+    inside = times.min() / near <= time <= times.max() * near
+    return losses.apply(lambda values: np.interp(time, times, values) if inside else np.nan)
 
 
 def main() -> None:

@@ -75,8 +75,7 @@ def test_changes_run_the_model_again(pair):
     widget.texts = ["de fun"]  # changes stay when another text is run
     assert widget.sides[1].trace.strings == widget.sides[0].trace.strings and widget.error == ""
     widget.changes = []
-    assert len(widget.sides) == 1
-    assert all(ffn.edit is None for ffn in model.ffns)
+    assert len(widget.sides) == 1 and all(ffn.edit is None for ffn in model.ffns)
 
 
 def test_changes_that_cannot_be_are_refused(pair):

@@ -226,8 +226,8 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
 
     table: cases of `analysis.like_for_like` of one device, with their index as columns.
     """
-    sizes = table["model"].str[:-1].replace("", "0").astype(float)
-    table = table.assign(size=sizes).sort_values(["what", "size"]).reset_index(drop=True)
+    order = {"by": ["what", "tokens", "active"], "ascending": [True, True, False]}
+    table = table.sort_values(**order, ignore_index=True)
     bars = table[[*_ALGORITHMS]].notna()
     counts = bars.sum(axis=1)
     tops = (counts + 1).cumsum() - counts - 1

@@ -116,7 +116,7 @@ def test_small_changes_leave_the_plan_as_it_is():
 def test_watching_ends_where_the_plan_is_frozen():
     chooser = make()
     assert sum(chooser.begin(1) for _ in range(2560)) == 12  # 1, 2, 4, ... 2048
-    chooser.freeze({1: (3, 3), 64: (2, 50)})
+    chooser.freeze({1: (3, 3), 40: (2, 100)})
     plans = chooser.plans
     call(chooser, 4096, 500, 800, times=40)
     assert chooser.plans is plans and chooser.path(4096) == "union"

@@ -84,7 +84,8 @@ def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, expec
     timed = {"provider": [price.DENSE] * 2 + [price.SPARSE[0]] * 3, "model": "85m", "tokens": 100}
     timed |= {"intermediate_size": [2112, 1216, 2112, 2112, 2112], "active": [20, 20, 9, 19.8, 40]}
     timed = pd.DataFrame(timed | {"p50": [14.0, 10.0, 5.0, 10.1, 13.0]})
-    times = {"inference": timed, "training": timed.replace({"p50": {10.1: 20.0}})}
+    timed["speedup"] = [1.0, 1.0, 14 / 5, 14 / 10.1, 14 / 13]
+    times = {"inference": timed, "training": timed.replace({"speedup": {14 / 10.1: 0.7}})}
     table = price.worth(rows, times).dropna(subset="verdict").set_index(["l1_coefficient", "use"])
     assert set(table.loc[1.5e-4, "verdict"]) == {"one pair"}
     found = (table := table.loc[6e-4])["verdict"].replace("cannot be told", "?")
@@ -96,7 +97,7 @@ def test_a_sparse_model_is_compared_with_the_dense_one_of_its_time(losses, expec
 
 def test_the_plan_reads_the_text_once_with_paired_runs():
     commands = price.parts()
-    assert len(commands) == 27 and all(len(parts) == 2 for parts in commands.values())
+    assert len(commands) == 29 and all(len(parts) == 2 for parts in commands.values())
     configs = {}
     for name, (training, _) in commands.items():
         words = training.format(corpus="c", out="o").split()

@@ -169,7 +169,7 @@ class Chooser:
         """
         for tokens, (active, union) in (activity or {}).items():
             self.observe(active, union, tokens)
-        self._known = dict(activity or {})
+        self._known = {CLASSES[_class(size)]: seen for size, seen in (activity or {}).items()}
         self.frozen = activity is not None
         self._forget_counters()
         self._make_plan()
