@@ -11,8 +11,8 @@ BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims 
 
 BY_ALGORITHM = (
     "Speed over dense `torch.compile` in bf16 (H200, 131,072 tokens). *Even*: all neurons equally "
-    "likely. *Skewed*: some likelier; this flatters us: a block of tokens of a trained model uses up "
-    "to 25% more distinct ones.\n"
+    "likely. *Skewed*: some likelier (flatters us: in trained models the union of a block of tokens "
+    "is up to 25% larger).\n"
     "The authors' release was [measured outside this repository](data/README.md#releasecsv) on two "
     "days; the first day's value is in brackets.\n[More cases, and an H100]"
     "(docs/lessons/05_speedup.md#like-for-like-the-papers-algorithm-ours-and-the-authors-release)."
