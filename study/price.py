@@ -178,7 +178,6 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
         dense = table[~table["sparse"]].sort_values("nanoseconds")
         if sparse.empty or dense.empty or table["intermediate_size"].nunique() < 2:
             continue
-
         compared = []
         for one in sparse.index:
             slower = 100 * (table.loc[one, "nanoseconds"] / dense["nanoseconds"] - 1)
@@ -197,7 +196,7 @@ def worth(rows: pd.DataFrame, times: dict[str, pd.DataFrame], text: str = "new")
 
 
 def _as_fast(time: float, dense: pd.DataFrame, losses: pd.DataFrame) -> pd.Series:
-    """Return each seed's loss at a time, on the line between two widths; NaN beyond them."""
+    """Return each seed's loss at a time, on the line between two widths; NaN where neither is near."""
     times, near = dense["nanoseconds"], 1 + PLAN["alike"] / 100
     inside = times.min() / near <= time <= times.max() * near
     return losses.apply(lambda values: np.interp(time, times, values) if inside else np.nan)
