@@ -321,8 +321,7 @@ def overview(
         f"{case['active']:.0f} active neurons per token, {case['device']}; one measurement.",
         "Dense FP8 is the fastest of several.",
         f"Right: ours on {case['device']}, the paper's on {scale['paper_device'].iloc[0]}; random",
-        "weights whose gate fires as often as the paper reports, one measurement each. Bars span",
-        "p20 to p80 of the timed calls of both sides.",
+        "weights whose gate fires as often as the paper reports, one measurement each.",
     )
     return figure
 
@@ -356,18 +355,14 @@ def _model_gains(ax: Axes, scale: pd.DataFrame) -> None:
     """Draw gains of models: colours say who measured, marks say what."""
     models = list(dict.fromkeys(scale["model"]))
     x = range(len(models))
-    for whose, side, colour, marker in (
-        ("ours", "", base.OURS, "o"),
-        ("paper", "paper_", base.PAPER, "s"),
-    ):
+    sides = ("ours", "", base.OURS, "o"), ("paper", "paper_", base.PAPER, "s")
+    for whose, side, colour, marker in sides:
         card, _, _ = scale[f"{side}device"].max().removeprefix("NVIDIA ").partition(" ")
         for kind, dashes, face in (("forward", "-", colour), ("training", "--", "white")):
             rows = scale[scale["quantity"] == f"{kind} speed"].set_index("model").loc[models]
             look = {"color": colour, "marker": marker, "markersize": 4, "mfc": face}
             look |= {"linestyle": dashes, "linewidth": 1, "label": f"{whose}, {card}, {kind}"}
             ax.plot(x, rows[f"{side}change"], **look)
-            if whose == "ours":
-                base.bars(ax, x, rows["change"], rows["low"], rows["high"], colour)
     ax.axhline(0, color=base.DENSE, linewidth=1.2)
     ax.set_xticks(x, models)
     ax.set(xlabel="model", ylabel="tokens/s (% over dense)")
