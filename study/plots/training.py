@@ -269,7 +269,7 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
             models, colour = models.set_index("nanoseconds"), base.SPARSE if sparse else base.DENSE
             ax.plot(models["cross_entropy"], "o" if sparse else "o-", color=colour, markersize=5)
             ax.plot(models.filter(like="seed "), "_", color=colour, markersize=10, mew=0.8)
-        apart, above = 0.09 * np.ptp(rows["cross_entropy"]), -np.inf
+        apart, above = 0.1 * np.ptp(rows["cross_entropy"]), -np.inf
         for row in rows.sort_values("cross_entropy").itertuples():
             level = f"L1 = {analysis.level_name(row.l1_coefficient)}" if row.sparse else "dense"
             name = f"{row.intermediate_size:,} ({row.parameters / 1e6:.0f} M), {level}"
@@ -287,7 +287,7 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
         figure,
         base.sentence(about),
         "Numbers: neurons of a layer, and parameters.",
-        "Points are means of the seeds that all have, thin marks single seeds.",
+        "Points are means of the seeds that models of several seeds share, thin marks single seeds.",
     )
     return figure
 
