@@ -253,25 +253,19 @@ def model_parts(table: pd.DataFrame) -> Figure:
 
 
 def model_decode(table: pd.DataFrame) -> Figure:
-    """Draw the gain of decoding over dense, tuned and not and in FP8, against documents.
+    """Draw the gain of decoding over dense, against documents.
 
-    table: `analysis.decode_speedups` of one model, context and device.
+    table: `analysis.decode_speedups` of one model, context and device, without tuning.
     """
     batches = sorted(table["batch"].unique())
     ends = {"gain": "speedup", "low": "speedup_low", "high": "speedup_high"}
     gains = {name: 100 * (table[column] - 1) for name, column in ends.items()}
     table = table.assign(x=table["batch"].map(batches.index), **gains).sort_values("x")
-    plain, tuned = table[~table["tuned"]], table[table["tuned"]]
-    tuned = tuned[tuned["provider"] == providers.TRITON_COMPILED.name]
-    sides = dict(list(analysis.fastest(plain).groupby("side")))
-    fp8 = {"marker": "o", "mfc": "white", "linestyle": "--"}
-    square = {"marker": "s", "mfc": "white", "linestyle": ""}
+    sparse = table[table["provider"] == providers.TRITON_COMPILED.name]
+    auto = table[table["provider"] == AUTO]
     lines = {  # rows, colour, look and where their name stands
-        "sparse FP8": (sides.get("sparse FP8", ()), base.SIDES["sparse FP8"], fp8, (7, 3)),
-        "sparse": (sides.get("sparse", ()), base.SPARSE, {"marker": "o"}, (7, 0)),
-        "dense FP8": (sides.get("dense FP8", ()), base.SIDES["dense FP8"], fp8, (-26, -11)),
-        "tuned": (tuned, base.SPARSE, square, (7, 0)),
-        "auto": (plain[plain["provider"] == AUTO], base.AUTO, _MARK | {"linestyle": ""}, (7, 8)),
+        "sparse": (sparse, base.SPARSE, {"marker": "o"}, (7, 0)),
+        "auto": (auto, base.AUTO, _MARK | {"linestyle": ""}, (7, 8)),
     }
     figure, ax = base.panel(base.COLUMN, 2.8)
     context = table["context"].iloc[0]
@@ -287,14 +281,8 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ax.set_xlim(-0.3, len(batches) + 0.3)  # for the names
     ax.set(xlabel="documents continued at once", ylabel="tokens/s (% over dense)")
     low, high = table["active"].min(), table["active"].max()
-    base.caption(
-        figure,
-        _IMPOSED,
-        f"{low:.0f} to {high:.0f} neurons are active. Tuned: the compiler tunes both sides.",
-        _PICKS,
-        "FP8: of the feed-forward layers; all else is in bf16.",
-        base.measured("replays"),
-    )
+    active = f"{low:.0f} to {high:.0f} neurons are active; the compiler tunes neither side."
+    base.caption(figure, _IMPOSED, active, _PICKS, base.measured("replays"))
     return figure
 
 
