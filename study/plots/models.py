@@ -279,6 +279,7 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ax.axhline(0, color=base.DENSE, linewidth=1.2)
     ax.set_xticks(range(len(batches)), batches)
     ax.set_xlim(-0.3, len(batches) + 0.3)  # for the names
+    ax.set_ylim(top=1.15 * table["gain"].max())
     ax.set(xlabel="documents continued at once", ylabel="tokens/s (% over dense)")
     low, high = table["active"].min(), table["active"].max()
     active = f"{low:.0f} to {high:.0f} neurons are active; the compiler tunes neither side."
