@@ -10,8 +10,8 @@ from twell import results, tables
 BEGIN, END = "<!-- claims: python scripts/claims.py -->\n", "<!-- end of claims -->\n"
 
 CONDITIONS = """\
-Ours in rows 1 to 5: our fastest kernels against the same model run densely under `torch.compile`, \
-with random weights and [as many active neurons](docs/glossary.md#imposed-activity) as in the paper.
+Rows 1 to 5, ours: models with random weights and [as many active neurons](docs/glossary.md#imposed-activity) as in the paper; \
+our fastest kernels are compared with dense `torch.compile`.
 Rows 6 and 7: trained models, the paper's of 1.5 B parameters, ours of 99 M (221 M tokens, L1 coefficient 6e-4). \
 [±](docs/glossary.md#seed-interval-) is the 95% interval over three seeds.
 """
