@@ -73,9 +73,6 @@ def sides(bench: analysis.Bench) -> str:
     layer = "what == 'layer' and pattern != 'lively' and 28 < active < 30 and tokens == 131072"
     some = table.query(f"model == '2b' and what != 'model' or {layer}")
     some = some.sort_values("what", ascending=False, kind="stable")
-    release = bench.rows("release.csv", None, "what == 'layer' and 28 <= active <= 30")
-    best = release.groupby(["what", "tokens", "pattern"])["speedup"].max().rename(analysis.RELEASE)
-    some = some.drop(columns=analysis.RELEASE).join(best, on=["what", "tokens", "pattern"])
     cells = some[analysis.SIDES].map("{:.2f}".format, na_action="ignore").fillna("–")
     uses = {"model, compiled": " forward", "optimiser step": " training step"}
     whole = some["model"].str.upper() + some["what"].map(uses)

@@ -345,9 +345,10 @@ def like_for_like(bench: Bench) -> pd.DataFrame:
     """Return speed-ups over dense torch.compile of the same call, a row a case, a column a side.
 
     bench: of one card; layers of 2048 x 5632. Columns: SIDES and each third party, dense in ms, the
-    release's relative RMS. Of each provider the newest call counts, of a side the fastest provider;
-    NaN where nobody measured. Layers are single calls, their training steps plain ones. Activity is
-    equal within _NEAR. data/README.md says where rows of release.csv are from.
+    release's relative RMS (largest). Of each provider the newest call counts, of the release the
+    best one, of a side the fastest provider; NaN where nobody measured. Layers are single calls,
+    their training steps plain ones. Activity is equal within _NEAR. data/README.md says where rows
+    of release.csv are from.
     """
     rows = pd.concat([bench.rows("release.csv"), *_own(bench)], ignore_index=True)
     rows = rows.query("gated and hidden_size == 2048 and intermediate_size == 5632")
@@ -357,12 +358,14 @@ def like_for_like(bench: Bench) -> pd.DataFrame:
     case = [*_LIKE, "active"]
     active = rows.groupby([*_LIKE, level.rename("level")])["active"].transform("median")
     rows = rows.assign(active=active.round(1), side=rows["provider"].map(_like_side))
-    rows = rows.sort_values("date", kind="stable").drop_duplicates([*case, "provider"], keep="last")
+    rows = rows.sort_values("date", kind="stable")
+    older = rows.duplicated([*case, "provider"], keep="last") & (rows["side"] != RELEASE)
+    rows = rows[~older]
     ours = rows[rows["side"] == PAPERS].assign(side=OURS)
     wide = pd.concat([rows, ours]).pivot_table("speedup", case, "side", aggfunc="max")
     wide = wide.reindex(columns=[*SIDES, *wide.columns.difference([*SIDES, "dense", ""])])
-    dense, release = (rows[rows["side"] == side].set_index(case) for side in ("dense", RELEASE))
-    named = {"dense, ms": dense["p50"], "the release's error": release["relative_rms"]}
+    dense, release = (rows[rows["side"] == side].groupby(case) for side in ("dense", RELEASE))
+    named = {"dense, ms": dense["p50"].last(), "the release's error": release["relative_rms"].max()}
     return wide.assign(**named)
 
 

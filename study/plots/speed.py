@@ -255,7 +255,7 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
     base.caption(
         figure,
         "The paper's algorithm by our kernels: TwELL words forward, the hybrid format in training.",
-        "The release was measured elsewhere. Bars of a group can be of different calls.",
+        "The release was measured elsewhere.",
     )
     return figure
 
