@@ -17,7 +17,7 @@ Rows 6 and 7: trained models, the paper's of 1.5 B parameters, ours of 99 M (221
 """
 BY_ALGORITHM = """\
 Next table: speed relative to dense bf16 on an H200, with 131,072 tokens (training: 32,768). \
-A layer has 23 active neurons per token in the 2B rows, else 29.
+Active neurons per token: 23 in each 2B layer, 29 in the single layers.
 In a *skewed* layer some neurons fire often, as in trained models; in an *even* layer all fire equally often.
 The authors' release was [measured separately](data/README.md#releasecsv) on an H200, twice; we show the better run.
 """
