@@ -53,7 +53,7 @@ class Recorded:
         self.folder = Path(root) / "data"
         text = (self.folder / "claims.yaml").read_text(encoding="utf-8")
         self.subjects: dict[str, dict[str, Any]] = yaml.safe_load(text)
-        self.readme: list[dict[str, Any]] = self.subjects.pop("readme")
+        self.readme: dict[str, str] = self.subjects.pop("readme")
         self.paper = results.paper()
         required = "ffn.csv", "model.csv", "train_step.csv"
         self.bench = analysis.Bench(self.folder / "bench", required)
