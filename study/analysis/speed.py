@@ -289,7 +289,7 @@ def scale_table(paper: pd.DataFrame, models: pd.DataFrame, steps: pd.DataFrame) 
 
     models, steps: `model_speedups` and `step_speedups` of one batch each. paper_dense,
     paper_sparse, paper_change (%), paper_active, paper_device and paper_note are printed; dense,
-    sparse, change (low to high), active, device and profile are ours, with compiled layers, forward
+    sparse, change, active, device and profile are ours, with compiled layers, forward
     passes by "auto", at the level of activity nearest to the paper's.
     """
     models = models.assign(forward_throughput=models["tokens"] / models["p50"])
@@ -321,15 +321,14 @@ def _ours(table: pd.DataFrame, model: str, column: str, active: float) -> dict:
     compiled = [providers.AUTO_COMPILED.name, providers.UNION_COMPILED.name]
     rows = rows[rows["provider"].isin(compiled)]
     if rows.empty:
-        numbers = dict.fromkeys(["dense", "sparse", "change", "active", "low", "high"], np.nan)
+        numbers = dict.fromkeys(["dense", "sparse", "change", "active"], np.nan)
         return numbers | {"device": "", "profile": ""}
     row = rows.iloc[-1]
     fast = column.endswith("throughput")
     change = 100 * (row["speedup"] - 1) if fast else row[_CHANGES[column]]
-    ends = {end: 100 * (row[f"speedup_{end}"] - 1) if fast else np.nan for end in ("low", "high")}
     # Dense of the same call: another provider may have a newer one.
     measured = {"dense": row[column] / (1 + change / 100), "sparse": row[column], "change": change}
-    return measured | ends | row[["active", "device", "profile"]].to_dict()
+    return measured | row[["active", "device", "profile"]].to_dict()
 
 
 PAPER = "twell.sparse.paper:layer"  # the paper's inference, by `measure --provider`
@@ -345,8 +344,8 @@ def like_for_like(bench: Bench) -> pd.DataFrame:
     """Return speed-ups over dense torch.compile of the same call, a row a case, a column a side.
 
     bench: of one card; layers of 2048 x 5632. Columns: SIDES and each third party, dense in ms, the
-    release's relative RMS (largest). Of each provider the newest call counts, of the release the
-    best one, of a side the fastest provider; NaN where nobody measured. Layers are single calls,
+    release's relative RMS. Of each provider the newest call counts, of the release the fastest one,
+    of a side the fastest provider; NaN where nobody measured. Layers are single calls,
     their training steps plain ones. Activity is equal within _NEAR. data/README.md says where rows
     of release.csv are from.
     """
@@ -358,14 +357,14 @@ def like_for_like(bench: Bench) -> pd.DataFrame:
     case = [*_LIKE, "active"]
     active = rows.groupby([*_LIKE, level.rename("level")])["active"].transform("median")
     rows = rows.assign(active=active.round(1), side=rows["provider"].map(_like_side))
-    rows = rows.sort_values("date", kind="stable")
-    older = rows.duplicated([*case, "provider"], keep="last") & (rows["side"] != RELEASE)
-    rows = rows[~older]
+    ours, theirs = rows[rows["side"] != RELEASE], rows[rows["side"] == RELEASE]
+    rows = pd.concat([ours.sort_values("date", kind="stable"), theirs.sort_values("speedup")])
+    rows = rows.drop_duplicates([*case, "provider"], keep="last")
     ours = rows[rows["side"] == PAPERS].assign(side=OURS)
     wide = pd.concat([rows, ours]).pivot_table("speedup", case, "side", aggfunc="max")
     wide = wide.reindex(columns=[*SIDES, *wide.columns.difference([*SIDES, "dense", ""])])
-    dense, release = (rows[rows["side"] == side].groupby(case) for side in ("dense", RELEASE))
-    named = {"dense, ms": dense["p50"].last(), "the release's error": release["relative_rms"].max()}
+    dense, release = (rows[rows["side"] == side].set_index(case) for side in ("dense", RELEASE))
+    named = {"dense, ms": dense["p50"], "the release's error": release["relative_rms"]}
     return wide.assign(**named)
 
 

@@ -261,17 +261,16 @@ def model_decode(table: pd.DataFrame) -> Figure:
     ends = {"gain": "speedup", "low": "speedup_low", "high": "speedup_high"}
     gains = {name: 100 * (table[column] - 1) for name, column in ends.items()}
     table = table.assign(x=table["batch"].map(batches.index), **gains).sort_values("x")
-    sparse = table[table["provider"] == providers.TRITON_COMPILED.name]
-    auto = table[table["provider"] == AUTO]
-    lines = {  # rows, colour, look and where their name stands
-        "sparse": (sparse, base.SPARSE, {"marker": "o"}, (7, 0)),
-        "auto": (auto, base.AUTO, _MARK | {"linestyle": ""}, (7, 8)),
+    lines = {  # provider, colour, look and where their name stands
+        "sparse": (providers.TRITON_COMPILED.name, base.SPARSE, {"marker": "o"}, (7, 0)),
+        "auto": (AUTO, base.AUTO, _MARK | {"linestyle": ""}, (7, 8)),
     }
+    table = table[table["provider"].isin([line[0] for line in lines.values()])]
     figure, ax = base.panel(base.COLUMN, 2.8)
     context = table["context"].iloc[0]
     figure.conditions = f"{_model(table)}; decoding behind {context} tokens, in CUDA graphs"
-    for name, (rows, colour, look, offset) in lines.items():
-        if len(rows):
+    for name, (provider, colour, look, offset) in lines.items():
+        if len(rows := table[table["provider"] == provider]):
             ax.plot(rows["x"], rows["gain"], **{"color": colour, "markersize": 5} | look)
             base.bars(ax, rows["x"], rows["gain"], rows["low"], rows["high"], colour)
             last, look = rows.iloc[-1], {"va": "center", "color": colour} | base.HALO
