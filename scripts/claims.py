@@ -18,7 +18,7 @@ Rows 6 and 7: trained models, the paper's of 1.5 B parameters, ours of 99 M (221
 BY_ALGORITHM = """\
 Next table: speed relative to dense bf16 on an H200, with 131,072 tokens (training: 32,768). \
 Active neurons per token: on average 23 in the layers of 2B, 29 in the single layers.
-In a *skewed* layer some neurons fire often (slightly more skewed than trained models); in an *even* layer all fire equally often.
+In a *skewed* layer some neurons fire often, slightly more so than in trained models; in an *even* layer all fire equally often.
 The authors' release was [measured separately](data/README.md#releasecsv) on an H200, twice; we show the better run.
 """
 
