@@ -18,7 +18,7 @@ Rows 6 and 7 are of trained models: the paper's has 1.5 B parameters, ours 99 M 
 BY_ALGORITHM = """\
 Next table: speed relative to dense bf16 on an H200, with 131,072 tokens (training: 32,768). \
 Active neurons per token: on average 23 in the layers of 2B, 29 in the single layers.
-In a *skewed* layer some neurons fire often. Trained models are slightly less skewed than that. In an *even* layer all neurons fire equally often.
+In a *skewed* layer some neurons fire often; trained models are slightly less skewed than ours here. In an *even* layer all neurons fire equally often.
 The authors' release was [measured separately](data/README.md#releasecsv) on an H200, twice; we show the better run.
 """
 
