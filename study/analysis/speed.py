@@ -357,9 +357,9 @@ def like_for_like(bench: Bench) -> pd.DataFrame:
     case = [*_LIKE, "active"]
     active = rows.groupby([*_LIKE, level.rename("level")])["active"].transform("median")
     rows = rows.assign(active=active.round(1), side=rows["provider"].map(_like_side))
-    ours, theirs = rows[rows["side"] != RELEASE], rows[rows["side"] == RELEASE]
-    rows = pd.concat([ours.sort_values("date", kind="stable"), theirs.sort_values("speedup")])
-    rows = rows.drop_duplicates([*case, "provider"], keep="last")
+    newest = rows[rows["side"] != RELEASE].sort_values("date", kind="stable")
+    fastest = rows[rows["side"] == RELEASE].sort_values("speedup")
+    rows = pd.concat([newest, fastest]).drop_duplicates([*case, "provider"], keep="last")
     ours = rows[rows["side"] == PAPERS].assign(side=OURS)
     wide = pd.concat([rows, ours]).pivot_table("speedup", case, "side", aggfunc="max")
     wide = wide.reindex(columns=[*SIDES, *wide.columns.difference([*SIDES, "dense", ""])])

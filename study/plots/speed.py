@@ -214,6 +214,7 @@ _ALGORITHMS = {
 }
 _TIMED = {  # what `analysis.like_for_like` names, in words
     "layer": "one layer",
+    "layer step": "layer, training",
     "model": "{} forward, eager",
     "model, compiled": "{} forward",
     "optimiser step": "{} step",

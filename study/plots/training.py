@@ -274,7 +274,7 @@ def worth(table: pd.DataFrame, about: str = "") -> Figure:
             level = f"L1 = {analysis.level_name(row.l1_coefficient)}" if row.sparse else "dense"
             name = f"{row.intermediate_size:,} ({row.parameters / 1e6:.0f} M), {level}"
             above = max(row.cross_entropy, above + apart)  # of the name: names do not collide
-            base.note(ax, name, (row.nanoseconds, above), (8, -2), **base.HALO)
+            base.note(ax, name, (row.nanoseconds, above), (12, -2), **base.HALO)
         ax.margins(0.15)
         first, *_, last = rows["nanoseconds"]
         ax.set(xlabel=_USES[use], xlim=(0.7 * first, 1.7 * last))  # for the names
