@@ -28,7 +28,7 @@ DEPENDS_ON = {"dense": None, "rowwise": "active", "union": "union", "decode": "u
 # A sparse path must be predicted faster than dense by this share: two measurements of one call
 # differ by 1 to 2%, and a wrong sparse choice costs more than such a gain.
 MARGIN = 0.03
-# Times scaled from another layer's, perhaps on another device, are less certain.
+# Times of another layer or another card are less certain.
 SCALED_MARGIN = 0.10
 # How a layer is called: "eager", by code of torch.compile, or in a CUDA graph, which never waits.
 SITUATIONS = EAGER, COMPILED, GRAPH = "eager", "compiled", "graph"
@@ -308,7 +308,7 @@ def default(
     quantized: bool = False,
     device_name: str = "",
 ) -> Calibration:
-    """Return the times that ship with the package for a card, scaled to a layer.
+    """Return the times that ship with the package for a card, scaled to any other layer or card.
 
     They were measured with K = 2048: gated with N = 5632, in bf16 and in FP8; without a gate in
     bf16, with N = 8192 or, on an H100, 5632. device_name: as torch.cuda.get_device_name gives it.
@@ -316,4 +316,5 @@ def default(
     kind = "_fp8" if quantized else "" if gated else "_non_gated"
     card = next((f"_{card.lower()}" for card in CARDS if card in device_name), "")
     file = Path(__file__).with_name(f"default_calibration{kind}{card}.json")
-    return Calibration.load(file).scaled(hidden_size, intermediate_size, gated)
+    times, shape = Calibration.load(file), (hidden_size, intermediate_size, gated)
+    return times if (times._shape, times.device) == (shape, device_name) else times.scaled(*shape)
