@@ -35,6 +35,7 @@ STEP = "twell measure train-step {} --spread paper --compile --out {{out}}/bench
 SIZE = "--hidden-size {} --intermediate-size {}".format
 GRID = "--tokens 1,8,64,512,2048,16384,65536,131072 --active 17,56,225,563,2816"
 SIZES, PAPERS = ("0.5b", "1b", "1.5b"), "--provider twell.sparse.paper:layer"  # and 2b
+DENSE = "study.dense:joined,study.dense:max_autotune,study.dense:two_of_four"
 FEW = "1,2,4,8,16,32,64,96,128,192,256,512,1024,2048"
 SOME = "--tokens 65536,2048,64,1"
 # The calibrations that ship; "auto" goes by them in the parts that follow.
@@ -71,6 +72,7 @@ MEASURED: dict[str, list[str]] = {
         CALIBRATE(" --non-gated --intermediate-size 8192", "_non_gated"),
     ],
     "algorithms": [f"{FFN} --tokens 131072,16384,65536 --pattern skewed,even,lively {PAPERS}"],
+    "processes": 3 * [f"{FFN} --tokens 65536 {PAPERS},{DENSE}"],
     "model": [f"{MODEL} --fp8 --energy --batches 64x2048 {PAPERS}"],
     "sizes": [f"twell measure model {s} --compile --batches 64x2048 --energy {PAPERS}" for s in SIZES],
     "size-steps": [

@@ -89,7 +89,7 @@ def test_third_parties_are_measured_beside_ours_with_their_errors(
     dense_kernels, tmp_path, capsys, backward, mode
 ):
     names = [FOREIGN + name for name in ("plain", "wrong", "empty")]
-    names += [] if backward else ["study.untuned:layer"]
+    names += [] if backward else ["study.untuned:layer", "study.dense:joined"]
     options = {"backward": backward, "mode": mode, "out": tmp_path, "providers": names}
     rows = ffn([70], [9], **SIZES, **options)
     errors = {row["provider"]: row["relative_rms"] for row in rows}
