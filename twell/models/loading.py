@@ -105,8 +105,9 @@ def load(
         load_empty(folder)  # refuses what cannot become sparse, before weights load
         model = sparsify(load_stock(name_or_path, dtype or "auto"), backend=backend or "dense")
     ffns = sparse_ffns(model)
-    if ffns[0].backend == "auto" and (folder / CALIBRATION).is_file():
-        _calibrate(folder / CALIBRATION, ffns)
+    if ffns[0].backend == "auto" and (times := read_calibration(folder, ffns[0].quantized)):
+        for ffn in ffns:
+            ffn.calibration = times
     has_tokenizer = any((folder / name).is_file() for name in TOKENIZER)
     return model.eval(), read_tokenizer(folder) if has_tokenizer else None
 
@@ -164,20 +165,21 @@ def _is_llama(folder: Path) -> bool:
     return read_json(folder / "config.json").get("model_type") in READ_TYPES
 
 
-def _calibrate(path: Path, ffns: list) -> None:
-    """Give the layers a measured calibration; warn of another device, and of another type."""
+def read_calibration(folder: str | Path, quantized: bool) -> Calibration | None:
+    """Return the times in a folder; warn of another device, and of times for other weights."""
+    path = Path(folder) / CALIBRATION
+    if not path.is_file():
+        return None
     measured = Calibration.load(path)
     if torch.cuda.is_available() and (device := torch.cuda.get_device_name()) != measured.device:
         times = f"{path} has times of {measured.device!r}, and this is {device!r}"
         warnings.warn(f"{times}: `twell measure calibrate` measures here", stacklevel=3)
-    quantized = ffns[0].quantized
-    if (measured.dtype == calibration.FLOAT8) != quantized:
-        command = f"twell measure calibrate{' --fp8' if quantized else ''}"
-        times = f"{path} has times of {measured.dtype}, unlike the weights, and is not used"
-        warnings.warn(f"{times}; `{command}` measures them", stacklevel=3)
-        return
-    for ffn in ffns:
-        ffn.calibration = measured
+    if (measured.dtype == calibration.FLOAT8) == quantized:
+        return measured
+    command = f"twell measure calibrate{' --fp8' if quantized else ''}"
+    times = f"{path} has times of {measured.dtype}, unlike the weights, and is not used"
+    warnings.warn(f"{times}; `{command}` measures them", stacklevel=3)
+    return None
 
 
 def _reason(error: Exception) -> str:

@@ -72,7 +72,7 @@ class Activation:
         """The factor U of h, in u's type."""
         return torch.relu(u) if self.both else u
 
-    def hidden(self, g: Tensor, u: Tensor | None) -> Tensor:
+    def hidden(self, g: Tensor, u: Tensor | None = None) -> Tensor:
         """h of g and, in a gated layer, u."""
         return self.of_gate(g) if u is None else self.of_gate(g) * self.of_up(u)
 
