@@ -7,13 +7,13 @@ the operator here chooses the path when it runs. Where all is dense, vLLM compil
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import get_hash_for_files
 from torch._inductor.decomposition import register_decomposition
 from torch._inductor.lowering import make_fallback
-from torch.nn import functional as F
 from vllm import ModelRegistry
 from vllm.compilation.passes.inductor_pass import get_pass_context
 from vllm.config import VllmConfig
@@ -26,7 +26,7 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter
 
 from twell.models.convert import ACTIVITY
 from twell.models.loading import read_calibration
-from twell.sparse import activations, float8, ops
+from twell.sparse import activations, float8, ops, reference
 from twell.sparse.calibration import COMPILED, GRAPH
 from twell.sparse.plan import POWERS, Chooser
 
@@ -35,20 +35,18 @@ from twell.sparse.plan import POWERS, Chooser
 WAITING = 8192 * 2048 * 5632
 MODELS = {"Llama": llama, "SparseLlama": llama, "Mistral": mistral, "Qwen2": qwen2, "Qwen3": qwen3}
 # An argument of the operator, since the caches of vLLM and torch know no code of decompositions.
-CODE = get_hash_for_files((__file__, activations.__file__, float8.__file__)).hex()
-SCHEMA = (
-    "Tensor x, Tensor w_first, Tensor w_down, Tensor? b_first, Tensor? b_down, Tensor? x_scale, "
-    "Tensor? s_first, *, str activation, float threshold, int[] most, str[] paths, str code"
-)
+FILES = __file__, *(module.__file__ for module in (activations, float8, ops, reference))
+CODE = get_hash_for_files(FILES).hex()
+OPTIONS = "str activation, float threshold, int[] most, str[] paths, str code"
 # Not a custom_op of torch, whose checks take 0.05 to 0.15 ms in each call.
-torch.library.define(PLANNED := "twell::planned_ffn", f"({SCHEMA}) -> Tensor")
+torch.library.define(PLANNED := "twell::planned_ffn", f"({ops.SCHEMA}*, {OPTIONS}) -> Tensor")
 make_fallback(PLANNED_FFN := torch.ops.twell.planned_ffn.default)  # what `dense_code` leaves
 
 
 @torch.library.impl(PLANNED, "default")
 def planned_ffn(x, *tensors, activation, threshold, most, paths, code):
     """y as of twell::ffn; paths[i] serves up to most[i] tokens, the last path any more."""
-    weights, x_scale = weights_of(activation, threshold, *tensors)
+    weights, x_scale = ops.weights_of(activation, threshold, *tensors)
     path = paths[bisect_left(most, len(x))]
     # Not by `ops.sparse_ffn`, whose CUDA graphs would take memory that vLLM does not know of.
     return ops.PATHS[path](ops.prepare(x), ops.align_weights(weights), x_scale)
@@ -56,39 +54,20 @@ def planned_ffn(x, *tensors, activation, threshold, most, paths, code):
 
 @torch.library.register_fake(PLANNED)
 def _(x, *tensors, activation, threshold, **_):
-    ops.check_tensors(x, *weights_of(activation, threshold, *tensors))
+    ops.check_tensors(x, *ops.weights_of(activation, threshold, *tensors))
     return ops.empty_output(x)
-
-
-def weights_of(activation, threshold, w_first, w_down, b_first, b_down, x_scale, s_first):
-    """The weights and x_scale of the operator's arguments; w_first has the rows of gate and up."""
-    gated = len(w_first) > w_down.shape[1]
-    (w_gate, w_up), (b_gate, b_up), (s_gate, s_up) = (
-        both.chunk(2) if gated and both is not None else (None, both)
-        for both in (w_first, b_first, s_first)
-    )
-    tensors = w_gate, w_up, w_down, b_gate, b_up, b_down, x_scale, s_gate, s_up
-    return ops.weights_of(activation, threshold, *tensors)
 
 
 @register_decomposition([PLANNED_FFN])
 def dense_code(x, *tensors, activation, threshold, most, paths, code):
     """The code that vLLM compiles for a range of tokens where all is dense: it starts sooner."""
-    try:
+    with suppress(AssertionError):  # of get_pass_context, where vLLM compiles without ranges
         tokens = get_pass_context().compile_range
-    except AssertionError:  # vLLM compiles without ranges
-        return NotImplemented
-    first, last = bisect_left(most, tokens.start), bisect_left(most, tokens.end)
-    if {*paths[first : last + 1]} != {"dense"}:
-        return NotImplemented
-    w_first, w_down, b_first, b_down, x_scale, s_first = tensors
-    act = activations.get_activation(activation, threshold)
-    if x_scale is None:
-        both = F.linear(x, w_first, b_first)
-    else:
-        both = float8.linear(x, x_scale, w_first, s_first, b_first)
-    g, *u = both.split(w_down.shape[1], -1)
-    return F.linear(act.hidden(act.gate(g), *u), w_down, b_down)
+        first, last = bisect_left(most, tokens.start), bisect_left(most, tokens.end)
+        if {*paths[first : last + 1]} == {"dense"}:
+            weights, x_scale = ops.weights_of(activation, threshold, *tensors)
+            return ops.sparse_ffn(x, weights, "dense", x_scale=x_scale)
+    return NotImplemented
 
 
 class SparseMLP(nn.Module):
@@ -144,8 +123,12 @@ class SparseMLP(nn.Module):
             return down(act.hidden(act.gate(g), *u))[0]
         scale = getattr(first, "weight_scale", None)
         x, x_scale = (x, None) if scale is None else float8.quantize(x)  # the norm fuses with it
+        (w_gate, w_up), (b_gate, b_up), (s_gate, s_up) = (
+            both.chunk(2) if self.gated and both is not None else (None, both)
+            for both in (first.weight, first.bias, scale)
+        )
         b_down = down.bias if down.tp_rank == 0 else None
-        tensors = first.weight, down.weight, first.bias, b_down, x_scale, scale
+        tensors = w_gate, w_up, down.weight, b_gate, b_up, b_down, x_scale, s_gate, s_up
         return tensor_model_parallel_all_reduce(PLANNED_FFN(x, *tensors, **self.paths))
 
 
