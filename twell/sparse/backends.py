@@ -80,7 +80,9 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
         # `forward` has asked whether the layer is readable, as the property `path` would again.
         choice = Choice(ffn._path or ops.choose(rows.shape[0]))
     elif ops.takes(rows, ffn.intermediate_size, dtype_of(rows)):
-        choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)))
+        biases = [part.bias is None for part in (ffn.first, ffn.up_proj, ffn.down_proj)]
+        alike = dtype_of(rows), ffn.act, *biases
+        choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)), alike)
     else:
         return dense(ffn, rows, wants)
 

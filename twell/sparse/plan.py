@@ -7,7 +7,7 @@ calls, so that the same program takes the same paths in every run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -43,6 +43,7 @@ NOTICEABLE = 1.2
 
 
 _by_hand = False  # see `captured_by_hand`
+_warm: set[Hashable] = set()  # calls that some layer warmed up, see `Chooser._to_warm_up`
 
 
 @contextmanager
@@ -116,7 +117,7 @@ class Chooser:
         self._make_plan()
 
     def __getstate__(self) -> dict[str, Any]:
-        derived = "_counters", "_of_class", "_copy", "_paths", "_warm", "_quick", "plans"
+        derived = "_counters", "_of_class", "_copy", "_paths", "_quick", "plans"
         return {name: value for name, value in vars(self).items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,8 +209,11 @@ class Chooser:
             self.device_name = name
             self._make_plan()
 
-    def choose(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Choice:
-        """Choose for a call with x [M, K], and count it if it is eager; `gate` gives g of tokens."""
+    def choose(self, x: Tensor, gate: Callable[[Tensor], Tensor], alike: Hashable) -> Choice:
+        """Choose for a call with x [M, K], and count it if it is eager.
+
+        gate: gives g of tokens. alike: what the kernels depend on beyond x and the sizes.
+        """
         num_tokens, situation = x.shape[0], situation_of(x)
         # A trace with fake tensors shows no activity.
         if situation != EAGER or num_tokens == 0 or type(x) is not Tensor:
@@ -224,7 +228,7 @@ class Chooser:
             if path == "dense" and not self._quantized:
                 path = MODULES
             self._quick[num_tokens] = path
-        return Choice(path, activity, self._to_warm_up(num_tokens, path), due)
+        return Choice(path, activity, self._to_warm_up(x, path, alike), due)
 
     def activity_of(self, path: str, num_tokens: int, device: torch.device) -> Tensor | None:
         """Return the counters to which an eager call by a path adds, if it does."""
@@ -250,15 +254,17 @@ class Chooser:
         if self._counters is not None:
             self._copy = _begin_copy(self._counters)
 
-    def _to_warm_up(self, num_tokens: int, taken: str) -> str | None:
-        """Return once the path that a CUDA graph of this call takes, unless it is `taken`.
+    def _to_warm_up(self, x: Tensor, taken: str, alike: Hashable) -> str | None:
+        """Return once the path that a CUDA graph of such a call takes, unless it is `taken`.
 
-        This eager call then compiles and loads the kernels of that path, too: a capture cannot.
+        This eager call then compiles and loads the kernels of that path, too: a capture cannot. It
+        does so for all layers that are alike.
         """
-        path = self.path(num_tokens, GRAPH)
-        if path == taken or (num_tokens, path) in self._warm:
+        path = self.path(len(x), GRAPH)
+        case = path, x.shape, x.dtype, x.device, self.shape, self._quantized, alike
+        if path == taken or case in _warm:
             return None
-        self._warm.add((num_tokens, path))
+        _warm.add(case)
         return path
 
     # --- the plans
@@ -299,7 +305,6 @@ class Chooser:
     # --- counting and reading; never while torch.compile traces or a stream is captured
 
     def _forget_counters(self) -> None:
-        self._warm: set[tuple[int, str]] = set()  # calls that were warmed up for graphs
         self._counters: Tensor | None = None
         self._of_class: list[Tensor] = []  # its rows: to take one costs every call a microsecond
         self._read = [[0] * 4 for _ in CLASSES]  # the totals up to the newest window
