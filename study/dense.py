@@ -1,4 +1,4 @@
-"""Providers of `twell measure`: dense layers as PyTorch makes them fastest, and weights in 2:4."""
+"""Providers of `twell measure`: gated layers by PyTorch, dense and with weights in 2:4."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def max_autotune(w_gate, w_up, w_down):
 def two_of_four(*weights):
     """Return the layer with the smaller two of four neighbouring weights zero: another result.
 
-    Of activations nothing is skipped. The products are cuSPARSELt's.
+    No activation is skipped. The products are cuSPARSELt's, by its default algorithm.
     """
     w_gate, w_up, w_down = (to_sparse_semi_structured(pruned(weight)) for weight in weights)
     hidden = torch.compile(lambda g, u: torch.relu(g) * u, dynamic=False)

@@ -40,12 +40,12 @@ CODE = get_hash_for_files(FILES).hex()
 OPTIONS = "str activation, float threshold, int[] most, str[] paths, str code"
 # Not a custom_op of torch, whose checks take 0.05 to 0.15 ms in each call.
 torch.library.define(PLANNED := "twell::planned_ffn", f"({ops.SCHEMA}*, {OPTIONS}) -> Tensor")
-make_fallback(PLANNED_FFN := torch.ops.twell.planned_ffn.default)  # what `dense_code` leaves
+make_fallback(PLANNED_FFN := torch.ops.twell.planned_ffn.default)  # for ranges with a sparse path
 
 
 @torch.library.impl(PLANNED, "default")
 def planned_ffn(x, *tensors, activation, threshold, most, paths, code):
-    """y as of twell::ffn; paths[i] serves up to most[i] tokens, the last path any more."""
+    """y as of twell::ffn; paths[i] serves up to most[i] tokens, the last path also more."""
     weights, x_scale = ops.weights_of(activation, threshold, *tensors)
     path = paths[bisect_left(most, len(x))]
     # Not by `ops.sparse_ffn`, whose CUDA graphs would take memory that vLLM does not know of.
@@ -160,17 +160,17 @@ class Sparse:
 class Float8Config(fp8.Fp8Config):
     """The FP8 weights of `twell.quantize_`; down stays in bf16."""
 
+    get_name = staticmethod(lambda: float8.QUANTIZATION["quant_method"])
+
     @classmethod
     def from_config(cls, config: dict) -> Float8Config:
+        if config not in (float8.QUANTIZATION, float8.FP8_DOWN):
+            raise ValueError(f"quantization_config is {config}; expected {float8.QUANTIZATION}")
         return cls()
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
         return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 89
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> linear.LinearMethodBase | None:
         if prefix.endswith(".gate_up_proj"):

@@ -24,6 +24,7 @@ def taken(monkeypatch):
         return compute(x, weights, path, **options)
 
     monkeypatch.setattr(ops, "sparse_ffn", noted)
+    monkeypatch.setattr(ops, "LOADED", set())
     return names
 
 

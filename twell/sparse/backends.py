@@ -7,6 +7,7 @@ computes beside y.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -80,23 +81,21 @@ def sparse(ffn: nn.Module, rows: Tensor, wants: Wants) -> Result:
         # `forward` has asked whether the layer is readable, as the property `path` would again.
         choice = Choice(ffn._path or ops.choose(rows.shape[0]))
     elif ops.takes(rows, ffn.intermediate_size, dtype_of(rows)):
-        biases = [part.bias is None for part in (ffn.first, ffn.up_proj, ffn.down_proj)]
-        alike = dtype_of(rows), ffn.act, *biases
-        choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)), alike)
+        choice = ffn.chooser.choose(rows, lambda blocks: ffn.act.gate(ffn.first(blocks)))
     else:
         return dense(ffn, rows, wants)
 
-    def by_kernels(path: str, activity: Tensor | None = None) -> Tensor:
+    def by_kernels(call: Callable, path: str, **options: Tensor | None) -> Tensor:
         x, weights, x_scale = operands(ffn, rows)
         with _without_autocast(rows):
-            return ops.sparse_ffn(x, weights, path, x_scale=x_scale, activity=activity)
+            return call(x, weights, path, x_scale=x_scale, **options)
 
     if choice.warm_up is not None:
-        by_kernels(choice.warm_up)
+        by_kernels(ops.load, choice.warm_up)
     if choice.path == MODULES:
         result = dense(ffn, rows, wants)
     else:
-        result = Result(by_kernels(choice.path, choice.activity))
+        result = Result(by_kernels(ops.sparse_ffn, choice.path, activity=choice.activity))
     if choice.due:
         ffn.chooser.end()
     return result

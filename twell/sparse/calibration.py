@@ -308,7 +308,7 @@ def default(
     quantized: bool = False,
     device_name: str = "",
 ) -> Calibration:
-    """Return the times that ship with the package for a card, scaled to any other layer or card.
+    """Return the times that ship with the package for a card, scaled to layers of other sizes.
 
     They were measured with K = 2048: gated with N = 5632, in bf16 and in FP8; without a gate in
     bf16, with N = 8192 or, on an H100, 5632. device_name: as torch.cuda.get_device_name gives it.

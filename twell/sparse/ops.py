@@ -71,8 +71,9 @@ else:
     ON_CPU = bool(INTERPRETED)  # a plain bool, which torch.compile can read
 
 PLAIN = Tensor, nn.Parameter
-MAX_CASES = 4096  # of `_check_once`; then all are dropped
+MAX_CASES = 4096  # of `_check_once` and `load`; then all are dropped
 _CHECKED: set[tuple] = set()
+LOADED: set[tuple] = set()
 
 
 def sparse_ffn(
@@ -131,6 +132,16 @@ def _compute(
             if y is not None:
                 return y
         return PATHS[path](x, weights, x_scale, activity=activity, out=out)
+
+
+def load(x: Tensor, weights: Weights, path: str, *, x_scale: Tensor | None = None) -> None:
+    """Compile and load the kernels of a path, once for all such tensors: a capture cannot."""
+    tensors = *weights.tensors, *(weights.down_fp8 or ()), x_scale
+    places = [t if t is None else t.data_ptr() % 16 for t in tensors]
+    case = path, weights.act, *_case(x, weights, x_scale), *places
+    if case not in LOADED:
+        sparse_ffn(x, weights, path, x_scale=x_scale)
+        _remember(LOADED, case)
 
 
 def choose(num_tokens: int) -> str:
@@ -239,14 +250,21 @@ def check_tensors(
 
 def _check_once(x: Tensor, weights: Weights, x_scale: Tensor | None) -> None:
     """`check_tensors`, whose answer depends on nothing but these properties."""
+    if (case := _case(x, weights, x_scale)) not in _CHECKED:
+        check_tensors(x, weights, x_scale)
+        _remember(_CHECKED, case)
+
+
+def _case(x: Tensor, weights: Weights, x_scale: Tensor | None) -> tuple:
     tensors = *weights.tensors, x_scale
     given = [t if t is None else (type(t), t.dtype, t.device, t.shape, t.stride()) for t in tensors]
-    case = x.shape, x.dtype, x.device, *given
-    if case not in _CHECKED:
-        check_tensors(x, weights, x_scale)
-        if len(_CHECKED) >= MAX_CASES:
-            _CHECKED.clear()
-        _CHECKED.add(case)
+    return x.shape, x.dtype, x.device, *given
+
+
+def _remember(cases: set[tuple], case: tuple) -> None:
+    if len(cases) >= MAX_CASES:
+        cases.clear()
+    cases.add(case)
 
 
 def _check_results(x: Tensor, activity: Tensor | None, out: Tensor | None) -> None:

@@ -7,7 +7,7 @@ calls, so that the same program takes the same paths in every run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -43,7 +43,6 @@ NOTICEABLE = 1.2
 
 
 _by_hand = False  # see `captured_by_hand`
-_warm: set[Hashable] = set()  # calls that some layer warmed up, see `Chooser._to_warm_up`
 
 
 @contextmanager
@@ -80,7 +79,8 @@ class Choice(NamedTuple):
     """How one call is computed.
 
     path: MODULES is a dense call without the kernels. activity: counters that the kernels add to.
-    warm_up: a path to run before. due: whether `Chooser.end` has to follow.
+    warm_up: the path of a CUDA graph of this call, whose kernels have to be loaded before. due:
+    whether `Chooser.end` has to follow.
     """
 
     path: str
@@ -209,11 +209,8 @@ class Chooser:
             self.device_name = name
             self._make_plan()
 
-    def choose(self, x: Tensor, gate: Callable[[Tensor], Tensor], alike: Hashable) -> Choice:
-        """Choose for a call with x [M, K], and count it if it is eager.
-
-        gate: gives g of tokens. alike: what the kernels depend on beyond x and the sizes.
-        """
+    def choose(self, x: Tensor, gate: Callable[[Tensor], Tensor]) -> Choice:
+        """Choose for a call with x [M, K], and count it if it is eager; `gate` gives g of tokens."""
         num_tokens, situation = x.shape[0], situation_of(x)
         # A trace with fake tensors shows no activity.
         if situation != EAGER or num_tokens == 0 or type(x) is not Tensor:
@@ -228,7 +225,9 @@ class Chooser:
             if path == "dense" and not self._quantized:
                 path = MODULES
             self._quick[num_tokens] = path
-        return Choice(path, activity, self._to_warm_up(x, path, alike), due)
+        captured = self.path(num_tokens, GRAPH)  # kernels that count activity are others
+        warm_up = None if captured == path and activity is None else captured
+        return Choice(path, activity, warm_up, due)
 
     def activity_of(self, path: str, num_tokens: int, device: torch.device) -> Tensor | None:
         """Return the counters to which an eager call by a path adds, if it does."""
@@ -253,19 +252,6 @@ class Chooser:
         """Begin to copy the counters."""
         if self._counters is not None:
             self._copy = _begin_copy(self._counters)
-
-    def _to_warm_up(self, x: Tensor, taken: str, alike: Hashable) -> str | None:
-        """Return once the path that a CUDA graph of such a call takes, unless it is `taken`.
-
-        This eager call then compiles and loads the kernels of that path, too: a capture cannot. It
-        does so for all layers that are alike.
-        """
-        path = self.path(len(x), GRAPH)
-        case = path, x.shape, x.dtype, x.device, self.shape, self._quantized, alike
-        if path == taken or case in _warm:
-            return None
-        _warm.add(case)
-        return path
 
     # --- the plans
 
