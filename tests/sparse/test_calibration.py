@@ -173,7 +173,7 @@ def test_default_takes_sparse_paths_for_many_sparse_tokens_alone(shape):
     assert made.choices(131072, 29 * n, 782 * n)["graph"] == "union"
     assert made.choices(131072, shape[1], shape[1])["graph"] == "dense"
     assert made.choices(131072, 911 * n, 0.9 * shape[1])["graph"] == "dense"
-    assert default(*shape, device_name="NVIDIA H200").margin == (MARGIN if shape[0] == 2048 else SCALED_MARGIN)
+    assert (default(*shape, device_name="NVIDIA H200").margin == MARGIN) == (shape[0] == 2048)
     assert made.margin == SCALED_MARGIN > MARGIN
 
 

@@ -119,7 +119,7 @@ def test_weights_that_lost_their_strides(backend, taken):
         ffn.down_proj.weight.data = ffn.down_proj.weight.data.contiguous()
         ffn.gate_proj.weight.data = ffn.gate_proj.weight.data.t().contiguous().t()
         assert torch.equal(ffn(x), expected)
-    assert {*taken} == {"union"}
+    assert taken == ["union"] * (4 if backend == "auto" else 2)  # auto loads both kinds first
 
 
 # --- changing neurons
