@@ -8,7 +8,7 @@ from torch.sparse import to_sparse_semi_structured
 
 def joined(w_gate, w_up, w_down):
     """Return the layer with gate and up as one product."""
-    both = torch.cat([w_gate, w_up])
+    both, w_down = torch.cat([w_gate, w_up]), w_down.contiguous()
 
     def layer(x: Tensor) -> Tensor:
         g, u = linear(x, both).chunk(2, -1)
@@ -19,6 +19,7 @@ def joined(w_gate, w_up, w_down):
 
 def max_autotune(w_gate, w_up, w_down):
     """Return the layer with the products that Inductor measures to be fastest."""
+    w_down = w_down.contiguous()
 
     def layer(x: Tensor) -> Tensor:
         return linear(torch.relu(linear(x, w_gate)) * linear(x, w_up), w_down)

@@ -32,6 +32,8 @@ RUNNING: list[subprocess.Popen] = []
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --compile"
 STEP = "twell measure train-step {} --spread paper --compile --out {{out}}/bench/trained".format
+SIZE_STEP = "twell measure train-step {} micro_batch=16 --spread paper --compile --energy --hybrid"
+SIZE_STEP = SIZE_STEP.format
 SIZE = "--hidden-size {} --intermediate-size {}".format
 GRID = "--tokens 1,8,64,512,2048,16384,65536,131072 --active 17,56,225,563,2816"
 SIZES, PAPERS = ("0.5b", "1b", "1.5b"), "--provider twell.sparse.paper:layer"  # and 2b
@@ -72,13 +74,15 @@ MEASURED: dict[str, list[str]] = {
         CALIBRATE(" --non-gated --intermediate-size 8192", "_non_gated"),
     ],
     "algorithms": [f"{FFN} --tokens 131072,16384,65536 --pattern skewed,even,lively {PAPERS}"],
-    "processes": 3 * [f"{FFN} --tokens 65536 {PAPERS},{DENSE}"],
-    "model": [f"{MODEL} --fp8 --energy --batches 64x2048 {PAPERS}"],
-    "sizes": [f"twell measure model {s} --compile --batches 64x2048 --energy {PAPERS}" for s in SIZES],
-    "size-steps": [
-        f"twell measure train-step {size} micro_batch=16 --spread paper --compile --energy --hybrid"
-        for size in (*SIZES, "2b")
+    "processes": 3
+    * [
+        f"{FFN} --tokens 131072,16384 --pattern skewed,even {PAPERS},{DENSE}",
+        f"{FFN} --backward --mode eager --tokens 16384 --pattern skewed,even,lively",
+        f"{MODEL} --fp8 --energy --batches 64x2048 {PAPERS},study.dense:joined",
+        SIZE_STEP("2b"),
     ],
+    "sizes": [f"twell measure model {s} --compile --batches 64x2048 --energy {PAPERS}" for s in SIZES],
+    "size-steps": [SIZE_STEP(size) for size in SIZES],
     "decode": [f"{MODEL} --fp8 --energy --batches none --decode 1,32"],
     "few-documents": [
         f"{MODEL} --batches none --decode 1,2,4,8,16,32,64",
@@ -129,6 +133,11 @@ LEVELS = [f"85m-50m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
 MEASURED["quality"] = [training(run)[0] for run in LEVELS]
 MEASURED["quality"] += [QUALITY("data/checkpoints/twell-6m")]
 MEASURED["quality"] += [QUALITY(f"{{out}}/runs/{run}") for run in LEVELS]
+TEXT = "--source {corpus}/valid.jsonl.xz --batches 128x1024"
+MEASURED["trained"] = [training(LEVELS[2])[0]]
+MEASURED["trained"] += 3 * [
+    f"twell measure model {{out}}/runs/{LEVELS[2]} {TEXT} --compile --energy {PAPERS}"
+]
 
 
 def commands_of(name: str) -> list[str]:
