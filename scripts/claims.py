@@ -19,7 +19,7 @@ BY_ALGORITHM = """\
 Next table: speed relative to dense bf16 on an H200, with 131,072 tokens (training: 32,768). \
 Active neurons per token: on average {:.0f} in the layers of 2B, {:.0f} in the single layers.
 In a *skewed* layer some neurons fire often; trained models are slightly less skewed than ours here. In an *even* layer all neurons fire equally often.
-The authors' release was [measured separately](data/README.md#releasecsv) on an H200, twice; we show the better run.
+Single layers are medians of three processes. The authors' release was [measured separately](data/README.md#releasecsv) on an H200, twice; we show the better run.
 """
 
 

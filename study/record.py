@@ -32,11 +32,11 @@ RUNNING: list[subprocess.Popen] = []
 
 FFN, MODEL = "twell measure ffn", "twell measure model 2b --compile"
 STEP = "twell measure train-step {} --spread paper --compile --out {{out}}/bench/trained".format
-SIZE_STEP = "twell measure train-step {} micro_batch=16 --spread paper --compile --energy --hybrid"
-SIZE_STEP = SIZE_STEP.format
+SIZE_STEP = "micro_batch=16 --spread paper --compile --energy --hybrid"
 SIZE = "--hidden-size {} --intermediate-size {}".format
 GRID = "--tokens 1,8,64,512,2048,16384,65536,131072 --active 17,56,225,563,2816"
 SIZES, PAPERS = ("0.5b", "1b", "1.5b"), "--provider twell.sparse.paper:layer"  # and 2b
+SIZE_PASS = f"--compile --batches 64x2048 --energy {PAPERS}"
 DENSE = "study.dense:joined,study.dense:max_autotune,study.dense:two_of_four"
 FEW = "1,2,4,8,16,32,64,96,128,192,256,512,1024,2048"
 SOME = "--tokens 65536,2048,64,1"
@@ -53,7 +53,6 @@ MEASURED: dict[str, list[str]] = {
     "tests": ["pytest tests/gpu -q -p no:cacheprovider -n 4"],
     "fuzz": [FUZZ(2500, seed, "") for seed in (100_000, 102_500, 105_000, 107_500)],
     "fuzz-training": [FUZZ(3000, 200_000, " --training")],
-    "layer": [f"{FFN} --tokens 131072,16384"],
     "large-layer": [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"],
     "busy-layer": [f"{FFN} --tokens 131072 --active 100"],
     "tokens": [f"{FFN} --tokens {FEW},4096,8192,32768,65536"],
@@ -78,11 +77,11 @@ MEASURED: dict[str, list[str]] = {
     * [
         f"{FFN} --tokens 131072,16384 --pattern skewed,even {PAPERS},{DENSE}",
         f"{FFN} --backward --mode eager --tokens 16384 --pattern skewed,even,lively",
-        f"{MODEL} --fp8 --energy --batches 64x2048 {PAPERS},study.dense:joined",
-        SIZE_STEP("2b"),
+        f"twell measure model 2b --fp8 {SIZE_PASS},study.dense:joined",
+        f"twell measure train-step 2b {SIZE_STEP}",
     ],
-    "sizes": [f"twell measure model {s} --compile --batches 64x2048 --energy {PAPERS}" for s in SIZES],
-    "size-steps": [SIZE_STEP(size) for size in SIZES],
+    "sizes": [f"twell measure model {size} {SIZE_PASS}" for size in SIZES],
+    "size-steps": [f"twell measure train-step {size} {SIZE_STEP}" for size in SIZES],
     "decode": [f"{MODEL} --fp8 --energy --batches none --decode 1,32"],
     "few-documents": [
         f"{MODEL} --batches none --decode 1,2,4,8,16,32,64",
@@ -133,11 +132,9 @@ LEVELS = [f"85m-50m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
 MEASURED["quality"] = [training(run)[0] for run in LEVELS]
 MEASURED["quality"] += [QUALITY("data/checkpoints/twell-6m")]
 MEASURED["quality"] += [QUALITY(f"{{out}}/runs/{run}") for run in LEVELS]
-TEXT = "--source {corpus}/valid.jsonl.xz --batches 128x1024"
-MEASURED["trained"] = [training(LEVELS[2])[0]]
-MEASURED["trained"] += 3 * [
-    f"twell measure model {{out}}/runs/{LEVELS[2]} {TEXT} --compile --energy {PAPERS}"
-]
+TRAINED = f"{{out}}/runs/{LEVELS[2]} --source {{corpus}}/valid.jsonl.xz --batches 128x1024"
+PASSES = f"twell measure model {TRAINED} --compile --energy {PAPERS}"
+MEASURED["trained"] = [training(LEVELS[2])[0], *3 * [PASSES]]
 
 
 def commands_of(name: str) -> list[str]:

@@ -48,11 +48,12 @@ def fastest(table: pd.DataFrame) -> pd.DataFrame:
     columns = dict.fromkeys([*CASE, *MODEL_CASE, "steps", "tuned"])
     case = [column for column in columns if column in table]
     call = [*case, *CALL, "active"]
-    table = table.sort_values("p50", kind="stable").drop_duplicates([*call, "side"]).sort_index()
+    table = table.sort_values("speedup", kind="stable", ascending=False)
+    table = table.drop_duplicates([*call, "side"]).sort_index()
     table["in"] = table["side"].str.partition(" ")[2]
-    other = table.loc[table["side"].str.startswith("dense "), [*call, "in", "p50"]]
+    other = table.loc[table["side"].str.startswith("dense "), [*call, "in", "speedup"]]
     table = table.merge(other, on=[*call, "in"], how="left", suffixes=("", "_fp8"))
-    table["over_fp8"] = table.pop("p50_fp8") / table["p50"]
+    table["over_fp8"] = table["speedup"] / table.pop("speedup_fp8")
     return _newest(table.drop(columns="in"), [*case, "side"]).reset_index(drop=True)
 
 

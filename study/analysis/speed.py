@@ -5,7 +5,6 @@ A case is a shape, number of tokens, pattern of activity, device and way of call
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,14 +74,33 @@ class Bench:
         return rows.query(where) if where and len(rows) else rows
 
 
+def _levels(rows: pd.DataFrame, case: list[str], within: float) -> pd.DataFrame:
+    """Return the rows of a case by `active`, with the `level` of those that differ less."""
+    rows = rows.sort_values("active", kind="stable")
+    by_case = [rows[column] for column in case]
+    jumps = rows["active"].groupby(by_case).diff() > within * rows["active"]
+    return rows.assign(level=jumps.groupby(by_case).cumsum())
+
+
 def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
     """Return the rows of the newest date of each case, with `active` equal within SAME_ACTIVE."""
-    ordered = rows.sort_values("active", kind="stable")
-    by_case = [ordered[column] for column in case]
-    jumps = ordered["active"].groupby(by_case).diff() > SAME_ACTIVE * ordered["active"]
-    steps = jumps.groupby(by_case).cumsum()
-    newest = ordered.groupby([*case, steps.rename("level")])["date"].transform("max")
-    return ordered[ordered["date"] == newest].sort_index()
+    levels = _levels(rows, case, SAME_ACTIVE).groupby([*case, "level"])
+    return rows[rows["date"] == levels["date"].transform("max").reindex(rows.index)]
+
+
+def _middle(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
+    """Return `_newest`, and of calls repeated by one command at one commit the median speed-up.
+
+    They become one call, of the newest date; of two the slower counts. Added: calls, their number,
+    and range, the highest speed-up over the lowest.
+    """
+    same = _newest(rows, case)[[*case, "commit", "command", "active"]]
+    rows = rows.merge(same.drop_duplicates())
+    groups = rows.groupby([*case, "active"])
+    calls = groups["speedup"].transform
+    added = {"calls": calls("size"), "range": calls("max") / calls("min")}
+    rows = rows.assign(**added, date=groups["date"].transform("max"))
+    return rows[groups["speedup"].rank(method="first") == (rows["calls"] + 1) // 2]
 
 
 def of_one_commit(rows: pd.DataFrame) -> pd.DataFrame:
@@ -105,8 +123,8 @@ def _beside_dense(
         plain |= (rows["provider"] == providers.DENSE_EAGER.name) & (rows["mode"] == "eager")
     dense = rows.loc[plain, [*call, "p50", "p20", "p80", "energy", *compared]]
     dense = dense.sort_values("p50").drop_duplicates(call)
-    table = _newest(rows.merge(dense, on=call, suffixes=("", "_dense")), [*case, "provider"])
-    table["speedup"] = table["p50_dense"] / table["p50"]
+    table = rows.merge(dense, on=call, suffixes=("", "_dense"))
+    table = _middle(table.assign(speedup=table["p50_dense"] / table["p50"]), [*case, "provider"])
     table["speedup_low"] = table.pop("p20_dense") / table["p80"]
     table["speedup_high"] = table.pop("p80_dense") / table["p20"]
     table["energy_per_token"] = table["energy"] / table["tokens"]
@@ -335,53 +353,50 @@ PAPER = "twell.sparse.paper:layer"  # the paper's inference, by `measure --provi
 PAPERS, OURS = "paper's algorithm in our kernels", "our fastest kernel"
 OURS_FP8, DENSE_FP8, RELEASE = "our fastest kernel in FP8", "dense FP8", "the authors' release"
 SIDES = [PAPERS, OURS, RELEASE, OURS_FP8, DENSE_FP8]
+_THIRD = {PAPER: PAPERS, "study.untuned:layer": "", "study.dense:joined": "gate and up joined"}
+_THIRD |= {"study.dense:max_autotune": "max-autotune", "study.dense:two_of_four": "weights in 2:4"}
 _IN_FP8 = providers.FP8, providers.FP8_TENSOR
 _LIKE = ["what", "model", "tokens", "pattern"]
 _NEAR = 0.05  # activity of one case: the release's rows have round numbers
 
 
-def like_for_like(bench: Bench) -> pd.DataFrame:
-    """Return speed-ups over dense torch.compile of the same call, a row a case, a column a side.
+def like_for_like(bench: Bench, value: str = "speedup") -> pd.DataFrame:
+    """Return a value, by default speed over dense torch.compile, a row a case, a column a side.
 
-    bench: of one card; layers of 2048 x 5632. Columns: SIDES and each third party, dense in ms, the
-    release's relative RMS. Of each provider the newest call counts, of the release the fastest one,
-    of a side the fastest provider; NaN where nobody measured. Layers are single calls,
-    their training steps plain ones. Activity is equal within _NEAR. data/README.md says where rows
-    of release.csv are from.
+    bench: of one card; layers of 2048 x 5632, models of them, trained models. Columns: SIDES and
+    each third party, dense in ms, the release's relative RMS, and of repeated calls their number
+    and the widest range of a side (`_middle`). Of each provider the newest call counts, of the
+    release the fastest, of a side the fastest provider; NaN where nobody measured. Layers are
+    single calls, their training steps plain ones. Activity is equal within _NEAR. data/README.md
+    says where rows of release.csv are from.
     """
     rows = pd.concat([bench.rows("release.csv"), *_own(bench)], ignore_index=True)
-    rows = rows.query("gated and hidden_size == 2048 and intermediate_size == 5632")
-    rows = rows.assign(model=rows["model"].fillna("")).sort_values("active", kind="stable")
-    jumps = rows.groupby(_LIKE)["active"].diff() > _NEAR * rows["active"]
-    level = jumps.groupby([rows[column] for column in _LIKE]).cumsum()
-    case = [*_LIKE, "active"]
-    active = rows.groupby([*_LIKE, level.rename("level")])["active"].transform("median")
+    shape = "hidden_size == 2048 and intermediate_size == 5632"
+    rows = rows.query(f"gated and ({shape} or pattern == 'checkpoint')")
+    rows, case = _levels(rows.fillna({"model": ""}), _LIKE, _NEAR), [*_LIKE, "active"]
+    active = rows.groupby([*_LIKE, "level"])["active"].transform("median")
     rows = rows.assign(active=active.round(1), side=rows["provider"].map(_like_side))
     newest = rows[rows["side"] != RELEASE].sort_values("date", kind="stable")
     fastest = rows[rows["side"] == RELEASE].sort_values("speedup")
     rows = pd.concat([newest, fastest]).drop_duplicates([*case, "provider"], keep="last")
     ours = rows[rows["side"] == PAPERS].assign(side=OURS)
-    wide = pd.concat([rows, ours]).pivot_table("speedup", case, "side", aggfunc="max")
+    best = pd.concat([rows, ours]).sort_values("speedup", kind="stable")
+    best = best.drop_duplicates([*case, "side"], keep="last").set_index([*case, "side"])
+    wide = best[value].unstack()
     wide = wide.reindex(columns=[*SIDES, *wide.columns.difference([*SIDES, "dense", ""])])
     dense, release = (rows[rows["side"] == side].set_index(case) for side in ("dense", RELEASE))
+    repeated = best[best.index.isin(SIDES, "side") & (best["calls"] > 1)].groupby(case)
     named = {"dense, ms": dense["p50"], "the release's error": release["relative_rms"]}
-    return wide.assign(**named)
+    return wide.assign(**named, calls=repeated["calls"].max(), range=repeated["range"].max())
 
 
 def _own(bench: Bench) -> Iterator[pd.DataFrame]:
     """Yield our rows beside dense, by what they time; the pattern of models is their profile."""
-
-    def models(rows: pd.DataFrame, compiled: bool) -> pd.DataFrame:
-        parsed = rows["provider"].map(providers.Provider.parse)
-        rows = rows[[one.compiled == compiled for one in parsed]]
-        return model_speedups(rows.replace(providers.DENSE_EAGER.name, BASELINE))
-
-    profiles = "profile in ('paper', 'flat') and mode == 'stream'"
+    compiled = "mode == 'stream' and provider.str.contains('torch.compile')"
     parts = {
         "layer": ("ffn.csv", speedups, "mode == 'stream'"),
         "layer step": ("training.csv", training_speedups, "mode == 'eager'"),
-        "model": ("model.csv", partial(models, compiled=False), profiles),
-        "model, compiled": ("model.csv", partial(models, compiled=True), profiles),
+        "model, compiled": ("model.csv", model_speedups, compiled),
         "optimiser step": ("train_step.csv", step_speedups, "not checkpoint_activations"),
     }
     for one in (bench, Bench(bench.folder / "auto", device=bench.device)):
@@ -397,7 +412,7 @@ def _like_side(name: str) -> str:
         return RELEASE
     provider = providers.Provider.parse(name)
     if provider.third_party:
-        return {PAPER: PAPERS, "study.untuned:layer": ""}.get(provider.backend, provider.backend)
+        return _THIRD.get(provider.backend, provider.backend)
     if "dense" in (provider.backend, provider.path) and provider.precision in _IN_FP8:
         return DENSE_FP8
     if provider.backend == "dense":

@@ -7,7 +7,6 @@ import pandas as pd
 import scipy.stats
 
 from study.analysis.variants import CONFIDENCE, corrected, noise_verdict, p_value
-from twell.measure import providers
 from twell.tables import COMPUTED, EVALUATED, SIZE, level_name, verdicts
 
 MEAN = "paper7"  # the group of tasks whose accuracy is the mean of the seven
@@ -46,24 +45,6 @@ def several_levels(levels: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of `by_level` of sizes with more than two levels; without any, with two."""
     number = levels.groupby(SIZE, dropna=False)["l1_coefficient"].transform("nunique")
     return levels[number > (2 if (number > 2).any() else 1)]
-
-
-def backend_differences(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the largest difference of any accuracy of a model between backends, and between types.
-
-    table: `evaluations`. Rows: a model and type that several backends computed, and a model and
-    backend with several types, which shows rounding alone. FP8 is left out.
-    """
-    rows, table = [], table[table["dtype"] != providers.FP8]
-    for between, same in (COMPUTED, COMPUTED[::-1]):
-        for (model, alike), some in table.groupby(["model", same], sort=False):
-            asked = ["task", "metric", "items"]
-            wide = some.pivot_table(index=asked, columns=between, values="accuracy").dropna()
-            if wide.shape[1] > 1 and len(wide):
-                largest = (wide.max(axis=1) - wide.min(axis=1)).max()
-                rows.append((model, between, ", ".join(wide.columns), alike, len(wide), largest))
-    columns = ["model", "between", "compared", "alike", "accuracies", "difference"]
-    return pd.DataFrame(rows, columns=columns)
 
 
 def accuracies(table: pd.DataFrame) -> pd.DataFrame:

@@ -251,7 +251,8 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
     ax.set_xlim(0, 1.5 * table[[*_ALGORITHMS]].max(axis=None))  # for the names
     ax.set_xlabel("speed over dense, torch.compile")
     low, high = table["active"].min(), table["active"].max()
-    figure.conditions = f"layers of 2048 x 5632, {low:.0f} to {high:.0f} active, {device}"
+    shape = "2048 x 5632 (trained models: narrower)"
+    figure.conditions = f"layers of {shape}, {low:.0f} to {high:.0f} active, {device}"
     base.caption(
         figure,
         "The paper's algorithm by our kernels: TwELL words forward, the hybrid format in training.",
