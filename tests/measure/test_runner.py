@@ -24,8 +24,7 @@ class Timed:
 
 @pytest.fixture(autouse=True)
 def known_turns(monkeypatch):
-    monkeypatch.setitem(runner.TURNS, "short", Turns(5, 20))
-    monkeypatch.setitem(runner.TURNS, "long", Turns(3, 800, settle=300))
+    monkeypatch.setattr(runner, "TURNS", {"short": Turns(5, 20), "long": Turns(3, 800, settle=300)})
 
 
 def test_calls_are_checked_and_then_take_turns():
@@ -52,6 +51,8 @@ def test_energy_is_that_of_one_call(turns, flush):
         assert (columns["p50"], columns["watts"]) == (ms / 4, 20)
         assert columns["energy"] == pytest.approx(20 * ms / 4, rel=1e-3)
     assert case.gpu.now > 2 * runner.ENERGY_MS  # a second of each
+    case.gpu.metered = lambda run: (run(), 0, 1.0)  # the counter stands still
+    assert str(bench(case.gpu, case.prepare, "a", turns)["a"].columns["energy"]) == "nan"
 
 
 def test_kernel_times_are_means_over_calls_by_short_names():
@@ -68,5 +69,4 @@ def test_kernel_times_are_means_over_calls_by_short_names():
     rows = runner.kernel_rows(gpu, [lambda: 0.5, lambda: 1.0, lambda: 1.5])
     assert all(row["launches"] == row["ms"] for row in rows)
     times = {row["kernel"]: row["ms"] for row in rows}
-    twice = {"cublas matmul": 2.0, "elementwise": 2.0}
-    assert times == twice | {"copy": 1.0, "mine": 1.0}
+    assert times == {"cublas matmul": 2.0, "elementwise": 2.0, "copy": 1.0, "mine": 1.0}

@@ -140,7 +140,7 @@ def _energy(gpu: Gpu, call: Call, turns: Turns, ms: float) -> dict[str, float]:
         _, *used = gpu.metered(lambda: repeat([call.run], number))
         call.metered = [(number, *used)]
     runs, used, seconds = np.sum(call.metered, axis=0)
-    energy = significant(used / runs / call.per_run, 5)
+    energy = significant((used or math.nan) / runs / call.per_run, 5)  # the counter may stand still
     return {"energy": energy, "watts": round(float(used / 1e3 / seconds), 1)}
 
 
