@@ -91,16 +91,17 @@ def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
 def _middle(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
     """Return `_newest`, and of calls repeated by one command at one commit the median speed-up.
 
-    They become one call, of the newest date; of two the slower counts. Added: calls, their number,
-    and range, the highest speed-up over the lowest.
+    They become one call, of the newest date, with the other columns of the middle one. Added:
+    calls, their number, and range, the highest speed-up over the lowest.
     """
     same = _newest(rows, case)[[*case, "commit", "command", "active"]]
     rows = rows.merge(same.drop_duplicates())
     groups = rows.groupby([*case, "active"])
     calls = groups["speedup"].transform
     added = {"calls": calls("size"), "range": calls("max") / calls("min")}
-    rows = rows.assign(**added, date=groups["date"].transform("max"))
-    return rows[groups["speedup"].rank(method="first") == (rows["calls"] + 1) // 2]
+    middle = groups["speedup"].rank(method="first") == (added["calls"] + 1) // 2
+    added |= {"speedup": calls("median"), "date": groups["date"].transform("max")}
+    return rows.assign(**added)[middle]
 
 
 def of_one_commit(rows: pd.DataFrame) -> pd.DataFrame:
@@ -365,10 +366,9 @@ def like_for_like(bench: Bench, value: str = "speedup") -> pd.DataFrame:
 
     bench: of one card; layers of 2048 x 5632, models of them, trained models. Columns: SIDES and
     each third party, dense in ms, the release's relative RMS, and of repeated calls their number
-    and the widest range of a side (`_middle`). Of each provider the newest call counts, of the
-    release the fastest, of a side the fastest provider; NaN where nobody measured. Layers are
-    single calls, their training steps plain ones. Activity is equal within _NEAR. data/README.md
-    says where rows of release.csv are from.
+    and the widest range of a side (`_middle`). Of each side the newest call counts, and of that
+    the fastest provider, of the release the fastest call; NaN where nobody measured. Layers are
+    single calls, their training steps plain ones. Activity is equal within _NEAR.
     """
     rows = pd.concat([bench.rows("release.csv"), *_own(bench)], ignore_index=True)
     shape = "hidden_size == 2048 and intermediate_size == 5632"
@@ -376,16 +376,16 @@ def like_for_like(bench: Bench, value: str = "speedup") -> pd.DataFrame:
     rows, case = _levels(rows.fillna({"model": ""}), _LIKE, _NEAR), [*_LIKE, "active"]
     active = rows.groupby([*_LIKE, "level"])["active"].transform("median")
     rows = rows.assign(active=active.round(1), side=rows["provider"].map(_like_side))
-    newest = rows[rows["side"] != RELEASE].sort_values("date", kind="stable")
-    fastest = rows[rows["side"] == RELEASE].sort_values("speedup")
-    rows = pd.concat([newest, fastest]).drop_duplicates([*case, "provider"], keep="last")
+    newest = rows["date"] == rows.groupby([*case, "side"])["date"].transform("max")
+    rows = rows[newest | (rows["side"] == RELEASE)].sort_values("speedup", kind="stable")
     ours = rows[rows["side"] == PAPERS].assign(side=OURS)
     best = pd.concat([rows, ours]).sort_values("speedup", kind="stable")
     best = best.drop_duplicates([*case, "side"], keep="last").set_index([*case, "side"])
     wide = best[value].unstack()
     wide = wide.reindex(columns=[*SIDES, *wide.columns.difference([*SIDES, "dense", ""])])
-    dense, release = (rows[rows["side"] == side].set_index(case) for side in ("dense", RELEASE))
-    repeated = best[best.index.isin(SIDES, "side") & (best["calls"] > 1)].groupby(case)
+    sides = best.index.get_level_values("side")
+    dense, release = (best[sides == side].droplevel("side") for side in ("dense", RELEASE))
+    repeated = best[sides.isin(SIDES) & (best["calls"] > 1)].groupby(case)
     named = {"dense, ms": dense["p50"], "the release's error": release["relative_rms"]}
     return wide.assign(**named, calls=repeated["calls"].max(), range=repeated["range"].max())
 

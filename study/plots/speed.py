@@ -245,18 +245,18 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
     for case in table.itertuples():
         what = _TIMED[case.what].format(base.model_name(case.model))
         pattern = "" if case.model else f", {case.pattern}"  # that of models is the paper's
-        names.append(f"{what}{pattern},\n{case.tokens:,} tokens")
+        names.append(f"{what}{pattern}\n{case.tokens:,} tokens")
     base.row_names(ax, tops + (counts - 1) / 2, names)
     ax.set_ylim(tops.iloc[-1] + counts.iloc[-1], -1.2)
     ax.set_xlim(0, 1.5 * table[[*_ALGORITHMS]].max(axis=None))  # for the names
-    ax.set_xlabel("speed over dense, torch.compile")
+    ax.set_xlabel("speed over dense bf16, torch.compile")
     low, high = table["active"].min(), table["active"].max()
-    shape = "2048 x 5632 (trained models: narrower)"
-    figure.conditions = f"layers of {shape}, {low:.0f} to {high:.0f} active, {device}"
+    figure.conditions = f"2048 x 5632 (trained: narrower), {low:.0f} to {high:.0f} active, {device}"
     base.caption(
         figure,
         "The paper's algorithm by our kernels: TwELL words forward, the hybrid format in training.",
-        "The release was measured elsewhere.",
+        "The release was measured elsewhere, on two days; the better one is drawn.",
+        "Layers and the trained model are medians of two or three processes; 2B is one process.",
     )
     return figure
 
@@ -304,6 +304,6 @@ def fp8_quality(layer: pd.DataFrame, model: pd.DataFrame, quality: pd.DataFrame)
         f"Speed is of random weights with imposed activity, {levels} active.",
         f"Cost is of {quality['model'].nunique()} trained models ({sizes} parameters), each a",
         "point with its paired 95% interval. Sparse bf16 computes the function of dense bf16.",
-        "Each bar is one measurement, the median of its timed calls.",
+        "Layers are medians of three processes, the model of one.",
     )
     return figure
