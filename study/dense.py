@@ -28,10 +28,7 @@ def max_autotune(w_gate, w_up, w_down):
 
 
 def two_of_four(*weights):
-    """Return the layer with the smaller two of four neighbouring weights zero: another result.
-
-    No activation is skipped. The products are cuSPARSELt's, by its default algorithm.
-    """
+    """Return the layer with the smaller two of four weights zero, by cuSPARSELt: another result."""
     w_gate, w_up, w_down = (to_sparse_semi_structured(pruned(weight)) for weight in weights)
     hidden = torch.compile(lambda g, u: torch.relu(g) * u, dynamic=False)
     return lambda x: linear(hidden(linear(x, w_gate), linear(x, w_up)), w_down)

@@ -53,8 +53,7 @@ MEASURED: dict[str, list[str]] = {
     "tests": ["pytest tests/gpu -q -p no:cacheprovider -n 4"],
     "fuzz": [FUZZ(2500, seed, "") for seed in (100_000, 102_500, 105_000, 107_500)],
     "fuzz-training": [FUZZ(3000, 200_000, " --training")],
-    "large-layer": [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}"],
-    "busy-layer": [f"{FFN} --tokens 131072 --active 100"],
+    "layers": [f"{FFN} --tokens 65536 {SIZE(3072, 8192)}", f"{FFN} --tokens 131072 --active 100"],
     "tokens": [f"{FFN} --tokens {FEW},4096,8192,32768,65536"],
     "auto": [f"{FFN} --auto {GRID} --provider study.untuned:layer --out {{out}}/bench/auto"],
     "activity": [f"{FFN} --tokens 16384,131072 --active 1,10,300,1000,3,60,200,600"],
@@ -132,9 +131,9 @@ LEVELS = [f"85m-50m-l1-{level}-seed-0" for level in ("0", "1.5e-4", "6e-4")]
 MEASURED["quality"] = [training(run)[0] for run in LEVELS]
 MEASURED["quality"] += [QUALITY("data/checkpoints/twell-6m")]
 MEASURED["quality"] += [QUALITY(f"{{out}}/runs/{run}") for run in LEVELS]
-TRAINED = f"{{out}}/runs/{LEVELS[2]} --source {{corpus}}/valid.jsonl.xz --batches 128x1024"
-PASSES = f"twell measure model {TRAINED} --compile --energy {PAPERS}"
-MEASURED["trained"] = [training(LEVELS[2])[0], *3 * [PASSES]]
+TEXT = "--source {corpus}/valid.jsonl.xz --batches 128x1024 --compile --energy"
+PASSES = 3 * [f"twell measure model {{out}}/runs/{LEVELS[2]} {TEXT} {PAPERS}"]
+MEASURED["trained"] = [training(LEVELS[2])[0], *PASSES]
 
 
 def commands_of(name: str) -> list[str]:

@@ -129,7 +129,6 @@ def test_keys_and_pointer(open_page):
     page.evaluate("() => document.activeElement.blur()")
     page.keyboard.press("ArrowRight")
     assert state(page) == ""
-    # Hovering peeks and leaves no trace; the map tells which layer.
     page.locator(".tw-t").nth(7).hover()
     page.wait_for_selector(".tw-card.tw-peek")
     assert state(page) == ""

@@ -226,7 +226,6 @@ def test_neurons_of_the_list_are_silenced_together(live, pair):
     pairs = [tuple(map(int, name.split(" \u00b7 "))) for name in names]
     expected = [{"layer": layer, "neuron": neuron, "scale": 0} for layer, neuron in pairs]
     assert widget.changes == expected
-    # The loss at the selected tokens, too.
     strings = widget.trace.strings
     words = [text.startswith(" ") and text != " " for text in strings]
     chosen = np.array(words) | (widget.trace.position == 0)
@@ -288,7 +287,6 @@ def test_the_same_neuron_in_two_checkpoints(open_page, two):
     name = row.locator("span").first.text_content()
     row.click()
     layer, neuron = map(int, name.split(" \u00b7 "))
-    # Two cards, each of its own side, and one scale.
     page.locator(".tw-neuron").nth(1).wait_for()
     assert texts(page, ".tw-neuron .tw-of") == ["a", "b"]
     columns = [layers(one)[layer][:, neuron] for one in two]
@@ -298,7 +296,6 @@ def test_the_same_neuron_in_two_checkpoints(open_page, two):
         assert float(shown.replace("\u2212", "-")) == pytest.approx(strongest, rel=6e-3)
     ends = texts(page, ".tw-legend")
     assert ends[0] == ends[2] and ends[1] == ends[3]
-    # The difference of h at each token.
     page.get_by_label("right: difference to left").check()
     settle(page)
     change = columns[1] - columns[0]

@@ -89,19 +89,22 @@ def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
 
 
 def _middle(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
-    """Return `_newest`, and of calls repeated by one command at one commit the median speed-up.
+    """Return `_newest`, and of calls that one command repeats at one commit the middle speed-up.
 
-    They become one call, of the newest date, with the other columns of the middle one. Added:
-    calls, their number, and range, the highest speed-up over the lowest.
+    They become one call, of the newest date; of an even number the oldest is left out, and of
+    uncommitted code all older ones. Added: calls, their number, and range, highest over lowest.
     """
-    same = _newest(rows, case)[[*case, "commit", "command", "active"]]
-    rows = rows.merge(same.drop_duplicates())
-    groups = rows.groupby([*case, "active"])
-    calls = groups["speedup"].transform
-    added = {"calls": calls("size"), "range": calls("max") / calls("min")}
-    middle = groups["speedup"].rank(method="first") == (added["calls"] + 1) // 2
-    added |= {"speedup": calls("median"), "date": groups["date"].transform("max")}
-    return rows.assign(**added)[middle]
+    call = [*case, "commit", "command", "active"]
+    newest = _newest(rows, case)[[*call, "date"]].rename(columns={"date": "newest"})
+    rows = rows.merge(newest.drop_duplicates()).sort_values("p50", kind="stable")
+    rows = rows[(rows["date"] == rows["newest"]) | ~rows["commit"].str.contains("dirty|unknown")]
+    repeated = rows.groupby(call)
+    ratio = repeated["speedup"].transform("max") / repeated["speedup"].transform("min")
+    rows = rows.assign(calls=repeated["date"].transform("size"), range=ratio)
+    rows = rows[(rows["calls"] % 2 == 1) | (rows["date"] > repeated["date"].transform("min"))]
+    middle = rows.groupby(call)["speedup"].rank(method="first") == (rows["calls"] + 1) // 2
+    dates = rows.groupby([name for name in call if name != "provider"])["date"].transform("max")
+    return rows.assign(date=dates)[middle].drop(columns="newest").sort_index()
 
 
 def of_one_commit(rows: pd.DataFrame) -> pd.DataFrame:
@@ -371,13 +374,14 @@ def like_for_like(bench: Bench, value: str = "speedup") -> pd.DataFrame:
     single calls, their training steps plain ones. Activity is equal within _NEAR.
     """
     rows = pd.concat([bench.rows("release.csv"), *_own(bench)], ignore_index=True)
+    columns = rows.columns.union([value, "model", "calls", "range", "relative_rms"])
     shape = "hidden_size == 2048 and intermediate_size == 5632"
-    rows = rows.query(f"gated and ({shape} or pattern == 'checkpoint')")
+    rows = rows.reindex(columns=columns).query(f"gated and ({shape} or pattern == 'checkpoint')")
     rows, case = _levels(rows.fillna({"model": ""}), _LIKE, _NEAR), [*_LIKE, "active"]
     active = rows.groupby([*_LIKE, "level"])["active"].transform("median")
     rows = rows.assign(active=active.round(1), side=rows["provider"].map(_like_side))
     newest = rows["date"] == rows.groupby([*case, "side"])["date"].transform("max")
-    rows = rows[newest | (rows["side"] == RELEASE)].sort_values("speedup", kind="stable")
+    rows = rows[newest | (rows["side"] == RELEASE)]
     ours = rows[rows["side"] == PAPERS].assign(side=OURS)
     best = pd.concat([rows, ours]).sort_values("speedup", kind="stable")
     best = best.drop_duplicates([*case, "side"], keep="last").set_index([*case, "side"])

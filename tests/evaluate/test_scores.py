@@ -50,7 +50,6 @@ def test_a_run_from_files_and_from_the_hub(both_sources, tiny_run):
     chance = np.mean([facts[task]["chance"] for task in SEVEN])
     assert facts["paper7"] == {"chance": pytest.approx(chance)}
 
-    # where it came from
     weights = tiny_run / "model" / "model.safetensors"
     assert record["model"]["sha256"] == {weights.name: results.file_hash(weights)}
     expected = {"name": tiny_run.name, "context": 32, "l1_coefficient": 1e-2}

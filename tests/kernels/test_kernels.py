@@ -134,8 +134,7 @@ def test_weights_of_inactive_neurons_do_not_matter(path, num_tokens, num_neurons
 
 
 @pytest.mark.parametrize(
-    "path, num_tokens",
-    [("rowwise", 3), ("union", 9), ("decode", 1), ("decode", 9), ("dense", 3)],
+    "path, num_tokens", [("rowwise", 3), ("union", 9), ("decode", 1), ("decode", 9), ("dense", 3)]
 )
 def test_squares_overflow_in_fp16_on_every_path(path, num_tokens):
     """From g = 256 on, as torch's do, gated too, where h could be finite."""

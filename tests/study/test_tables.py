@@ -21,7 +21,7 @@ from tests.factories.analysis import (
 )
 
 PRICE = "cross_entropy_change"
-UNION = "triton union"
+UNION, FP8 = "triton union", "dense FP8 torch.compile"
 
 
 def test_sweep():
@@ -167,18 +167,24 @@ def test_speedups_are_over_compiled_dense_of_the_same_case_and_call():
 def test_ours_stand_beside_the_release_like_for_like(tmp_path):
     third, words, card = "other.package:layer", analysis.PAPER, {"device": "card"}
     ours = speed_rows(64, 28.5, {BASE: 6.0, UNION: 3.0, "triton rowwise": 4.0, words: 5.0}, **card)
-    fp8 = {"triton union FP8": 1.0, "dense FP8 torch.compile": 2.0}
-    calls = [{BASE: 4.0, UNION: ms, third: 8.0} | fp8 for ms in (2.4, 3.0, 2.5)]  # their median
-    newer = [speed_rows(64, 28.6, one, **card, date=f"2026-12-0{n}") for n, one in enumerate(calls)]
+    newer = [speed_rows(64, 28.6, {BASE: 4, "triton rowwise": 4}, **card, date="2026-12-04")]
+    for n, ratio in ((1, 0.75), (2, 0.625), (3, 0.6)):  # calls of one command: the median counts
+        times = {BASE: n, UNION: ratio * n, third: 2 * n, "triton union FP8": n / 4, FP8: n / 2}
+        call = card | {"date": f"2026-12-0{n}", "energy": [10, 10 - n, 1, 1, 1]}
+        newer += [speed_rows(64, 28.6, times, **call)]
+    for other in ({"command": "other"}, {"commit": "other"}):
+        newer += [speed_rows(64, 28.6, {BASE: 1, UNION: 0.1}, **card | other, date="2026-12-01")]
     release = speed_rows(64, 29, {BASE: 6.0, "release": np.nan}, **card, what="layer", model="")
     release = release.iloc[[0, 1, 1]].assign(speedup=[1, 1.25, 1.1], relative_rms=[0, 0.4, 0.1])
     together(ours, *newer, speed_rows(64, 28.5, {BASE: 1, UNION: 0.1})).to_csv(tmp_path / "ffn.csv")
     pd.concat([release, release.assign(tokens=99)]).to_csv(tmp_path / "release.csv")
     table = analysis.like_for_like(analysis.Bench(tmp_path, device="card"))
     assert list(table.index.get_level_values("tokens")) == [64, 99]
-    values = [1.2, 1.6, 1.25, 4.0, 2.0, 0.5, 4.0, 0.4, 3, 1.25]
+    values = [1.2, 1.6, 1.25, 4.0, 2.0, 0.5, 3.0, 0.4, 3, 1.25]
     columns = [*analysis.SIDES, third, "dense, ms", "the release's error", "calls", "range"]
     np.testing.assert_allclose(table[columns].iloc[0], [*values], rtol=1e-6)
+    saved = analysis.like_for_like(analysis.Bench(tmp_path, device="card"), "energy_change")
+    assert saved[analysis.OURS].iloc[0] == pytest.approx(-20)
     cases = table.reset_index().assign(what=["layer", "model"], tokens=64, active=[29.0, 22.0])
     assert list(cases[analysis.SIDES].iloc[1].dropna()) == [1.25]
     assert len(analysis.at_level(cases, 29)) == 2  # each has its own nearest level

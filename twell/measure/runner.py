@@ -140,7 +140,8 @@ def _energy(gpu: Gpu, call: Call, turns: Turns, ms: float) -> dict[str, float]:
         _, *used = gpu.metered(lambda: repeat([call.run], number))
         call.metered = [(number, *used)]
     runs, used, seconds = np.sum(call.metered, axis=0)
-    energy = significant((used or math.nan) / runs / call.per_run, 5)  # the counter may stand still
+    used = used if np.all(call.metered, axis=0)[1] else math.nan  # the counter stood still
+    energy = significant(used / runs / call.per_run, 5)
     return {"energy": energy, "watts": round(float(used / 1e3 / seconds), 1)}
 
 
