@@ -256,7 +256,7 @@ def like_for_like(table: pd.DataFrame, device: str) -> Figure:
         figure,
         "The paper's algorithm by our kernels: TwELL words forward, the hybrid format in training.",
         "The release was measured elsewhere, on two days; the better one is drawn.",
-        "Layers and the trained model are medians of two or three processes; 2B is one process.",
+        "Layers of 131,072 tokens and the trained model: medians of three processes. Others: one.",
     )
     return figure
 
