@@ -17,7 +17,7 @@ Rows 6 and 7 are of trained models: the paper's has 1.5 B parameters, ours 99 M 
 """
 BY_ALGORITHM = """\
 Next table ([more](docs/gallery.md#like-for-like)): speed over dense bf16 on an H200, 131,072 tokens (training: 32,768), \
-{:.0f} (2B) or {:.0f} active. Attention stays in bf16 ([FP8](docs/benchmarks.md#fp8)).
+{:.0f} (2B) or {:.0f} active. FP8 without attention ([with it](docs/benchmarks.md#fp8)).
 In an *even* layer all neurons fire equally often, in a *skewed* one some fire often. Its [unions](docs/glossary.md#union) are up to 20% smaller than in trained models, which favours our union path.
 Layers: medians of three processes. The release ([measured elsewhere](data/README.md#releasecsv)) varied by 7 to 14% between two days; we show the better. On an H100 it ties with ours in whole models.
 """
