@@ -16,7 +16,7 @@ Row 5: in a CUDA graph, both sides autotuned; single calls gained 16 to 38%.
 Rows 6 and 7 are of trained models: the paper's has 1.5 B parameters, ours 99 M (221 M tokens, L1 coefficient 6e-4). [±](docs/glossary.md#seed-interval-) is the 95% interval of three seeds.
 """
 BY_ALGORITHM = """\
-Next table ([more](docs/gallery.md#like-for-like)): speed over dense bf16 on an H200, 131,072 tokens (training: 32,768), \
+Next table ([more](docs/gallery.md#like-for-like)): speed over dense bf16 on an H200, 131,072 tokens (training 32,768), \
 {:.0f} (2B) or {:.0f} active. FP8 without attention ([with it](docs/benchmarks.md#fp8)).
 In an *even* layer all neurons fire equally often, in a *skewed* one some fire often. Its [unions](docs/glossary.md#union) are up to 20% smaller than in trained models, which favours our union path.
 Layers: medians of three processes. The release ([measured elsewhere](data/README.md#releasecsv)) varied by 7 to 14% between two days; we show the better. On an H100 it ties with ours in whole models.
