@@ -75,7 +75,7 @@ class Bench:
 
 
 def _levels(rows: pd.DataFrame, case: list[str], within: float) -> pd.DataFrame:
-    """Return the rows of a case by `active`, with the `level` of those that differ less."""
+    """Return the rows by `active`. Neighbours within a share of each other get one `level`."""
     rows = rows.sort_values("active", kind="stable")
     by_case = [rows[column] for column in case]
     jumps = rows["active"].groupby(by_case).diff() > within * rows["active"]
@@ -89,10 +89,10 @@ def _newest(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
 
 
 def _middle(rows: pd.DataFrame, case: list[str]) -> pd.DataFrame:
-    """Return `_newest`, and of calls that one command repeats at one commit the middle speed-up.
+    """Return `_newest`, with the median of calls that repeat one command at one commit.
 
-    They become one call, of the newest date; of an even number the oldest is left out, and of
-    uncommitted code all older ones. Added: calls, their number, and range, highest over lowest.
+    Repeated calls become one call of the newest date. An even number loses its oldest call, and
+    uncommitted code all but the newest. Added: calls, their number, and range, highest over lowest.
     """
     call = [*case, "commit", "command", "active"]
     newest = _newest(rows, case)[[*call, "date"]].rename(columns={"date": "newest"})

@@ -306,8 +306,8 @@ def overview(
         figure,
         "Left: each mark is an active neuron of one layer of a trained model.",
         f"Middle: one gated layer, {size}, bf16 or FP8, {case['tokens']:,} tokens,",
-        f"{case['active']:.0f} active neurons per token, {case['device']}; three processes.",
-        "Dense FP8 is the fastest of several.",
+        f"{case['active']:.0f} active neurons per token, {case['device']}; medians of",
+        f"{layers['calls'].max()} measurements. Dense FP8 is the fastest of several.",
         f"Right: ours on {case['device']}, the paper's on {scale['paper_device'].iloc[0]}; random",
         "weights whose gate fires as often as the paper reports, one measurement each.",
     )
